@@ -14,9 +14,9 @@
 # ///
 r"""Proximal policy optimisation (PPO) for continuous control.
 
-The policy plays `num_steps` steps in every environment; the advantage of each action is estimated by GAE; then the policy
-climbs, for `update_epochs` passes of minibatches, a surrogate of its return whose probability ratio is clipped, so that
-no single batch can move it far. The same passes fit the value function on which the advantages rest.
+The policy plays `num_steps` steps in every environment; the advantage of each action is estimated by GAE; then, for
+`update_epochs` passes of minibatches, the policy climbs a surrogate of its return whose probability ratio is clipped,
+so that no batch can move it far. The same passes fit the value function on which the advantages rest.
 
 [PPO]   Schulman, Wolski, Dhariwal, Radford, Klimov 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
 [GAE]   Schulman, Moritz, Levine, Jordan, Abbeel 2016, "High-dimensional continuous control using generalized advantage
@@ -25,34 +25,34 @@ no single batch can move it far. The same passes fit the value function on which
 [ADAM]  Kingma, Ba 2015, "Adam: a method for stochastic optimization", ICLR, arXiv:1412.6980
 [37]    Huang, Dossa, Raffin, Kanervisto, Wang 2022, "The 37 implementation details of PPO", ICLR blog track
 
-    symbol            variable            shape     meaning (T num_steps, N num_envs, D observation, A action, B minibatch)
-    s_t               obs                 (T, N, D) observation, normalised
-    s_{t+1}           successors          (T, N, D) the observation that the action led to, before any reset
-    a_t               actions             (T, N, A) the Gaussian's sample, unclipped
-    r_t               rewards             (T, N)    reward, scaled
-    \delta_t          delta               (N,)      TD residual                                          [GAE] Eq. (10)
-    \hat A_t          advantages          (T, N)    advantage estimate                  [GAE] Eq. (16), [PPO] Eq. (11)
-    r_t(\theta)       ratio               (B,)      pi_theta(a_t|s_t) / pi_theta_old(a_t|s_t)             [PPO] Sec. 3
-    \epsilon          clip_coef                     half-width of the clip                                [PPO] Eq. (7)
-    c_1, c_2          vf_coef, ent_coef             weights of the value loss and of the entropy          [PPO] Eq. (9)
-    K                 update_epochs                 passes over a batch                                 [PPO] Alg. 1
-    \theta            theta               (P,)      all parameters as one vector
+    symbol          variable           shape      meaning (T num_steps, N num_envs, B minibatch, D obs, A action)
+    s_t             obs                (T, N, D)  observation, normalised
+    s_{t+1}         successors         (T, N, D)  the observation that the action led to, before any reset
+    a_t             actions            (T, N, A)  the Gaussian's sample, unclipped
+    r_t             rewards            (T, N)     reward, scaled
+    \delta_t        delta              (T, N)     TD residual, [GAE] Eq. (10)
+    \hat A_t        advantages         (T, N)     advantage estimate, [GAE] Eq. (16), [PPO] Eq. (11)
+    r_t(\theta)     ratio              (B,)       pi_theta(a_t|s_t) / pi_theta_old(a_t|s_t), [PPO] Sec. 3
+    \epsilon        clip_coef                     how far the ratio may leave 1, [PPO] Eq. (7)
+    c_1, c_2        vf_coef, ent_coef             weights of the value loss and the entropy, [PPO] Eq. (9)
+    K               update_epochs                 passes over a batch, [PPO] Alg. 1
+    \theta          theta              (P,)       all parameters in one vector
 
 Where this differs from common practice, and why:
-  * A time limit is not a failure: when an episode is truncated, the value of its last observation is bootstrapped
-    ([TIME] Sec. 3). The best-known single-file PPO treats truncation as termination, on HalfCheetah a lie at every
-    1000th step; `--no-bootstrap-truncation` reproduces it.
-  * One set of running statistics serves all environments, is saved with the parameters, and is frozen in evaluation.
-  * The environments are a plain list, stepped and reset in this file: there is no automatic reset whose rows could leak
-    into the batch.
-  * At each checkpoint the environments are reset with a seed made of (seed, global_step), also in a run that nobody
-    interrupts. A simulator's state cannot be saved faithfully; so it need not be, and resuming is exact to the bit.
+  * A time limit is not a failure: at a truncation the value of the episode's last observation is bootstrapped ([TIME]
+    Sec. 3). The best-known single-file PPO takes truncations for terminations, on HalfCheetah a lie at every 1000th
+    step; `--no-bootstrap-truncation` does the same.
+  * One set of running statistics serves all environments, is saved with the parameters and is frozen in evaluation.
+    A batch's rewards are all scaled by the one std that is known when the batch is complete.
+  * The environments are a plain list, stepped and reset in this file: no row of an automatic reset can enter the batch.
+  * At each checkpoint the environments are reset with a seed made of (seed, global_step), whether or not the run is
+    interrupted there. Simulators cannot save their state; so nothing needs it, and resuming is exact to the bit.
 
-On the CPU this runs one thread: the networks are too small to share. The GPU pays for wide networks or many environments,
-not for the defaults; no GPU figure has been measured yet. All steps are agent steps. Results: README.md.
+The CPU is the default: the networks are so small that a GPU waits most of the time (no GPU figure was measured yet).
+So is one thread of torch: two gain nothing and lose much on a busy machine. Steps are agent steps. Scores: README.md.
 
-    python ppo_continuous.py --env-id HalfCheetah-v4            # train; writes runs/HalfCheetah-v4__ppo_continuous__1__...
-    python ppo_continuous.py --resume runs/HalfCheetah-v4__...  # go on after an interruption, exactly
+    python ppo_continuous.py --env-id HalfCheetah-v4              # writes runs/HalfCheetah-v4__ppo_continuous__1__...
+    python ppo_continuous.py --resume runs/HalfCheetah-v4__...    # goes on after an interruption, exactly
     python ppo_continuous.py --evaluate runs/HalfCheetah-v4__.../model.pt --eval-episodes 20
 """
 
@@ -83,14 +83,14 @@ import torch.nn as nn
 import tyro
 from torch.utils.tensorboard import SummaryWriter
 
-SCRIPT = Path(__file__).stem
+SCRIPT = "ppo_continuous"
 
 
 @dataclass
 class Args:
     """Proximal policy optimisation for continuous control."""
 
-    exp_name: str = SCRIPT
+    exp_name: str = Path(__file__).stem
     """the name of this experiment, part of the run folder's name"""
     seed: int = 1
     """seed of the parameters, the noise, the minibatches and the environments"""
@@ -165,6 +165,29 @@ class Args:
     target_kl: float | None = None
     """passes over a batch stop once the approximate KL divergence exceeds this (default: never)"""
 
+    def check(self) -> None:
+        """Refuse values that cannot work, in one line."""
+        counts = "num_envs num_steps num_minibatches update_epochs total_timesteps"
+        for names, condition, holds in (
+            (f"{counts} torch_threads checkpoint_interval eval_episodes", "at least 1", lambda value: value >= 1),
+            ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
+            ("learning_rate max_grad_norm", "positive and finite", lambda value: 0 < value < math.inf),
+            ("target_kl", "positive", lambda value: value is None or value > 0),
+            ("ent_coef vf_coef", "zero or more and finite", lambda value: 0 <= value < math.inf),
+            ("gamma gae_lambda", "between 0 and 1", lambda value: 0 <= value <= 1),
+            ("clip_coef", "between 0 and 1", lambda value: 0 < value < 1),
+            ("exp_name", "fit for a folder's name", lambda value: value == Path(value).name != ""),
+        ):
+            for name in names.split():
+                if not holds(getattr(self, name)):
+                    fail(f"--{name.replace('_', '-')} must be {condition}, not {getattr(self, name)!r}")
+        batch_size = self.num_envs * self.num_steps
+        if batch_size % self.num_minibatches:
+            batch = f"{self.num_envs} environments x {self.num_steps} steps = {batch_size}"
+            fail(f"--num-minibatches {self.num_minibatches} does not divide the batch ({batch})")
+        if self.total_timesteps < batch_size:
+            fail(f"--total-timesteps {self.total_timesteps} is less than one batch of {batch_size} steps")
+
 
 def fail(message: object, status: int = 2) -> NoReturn:
     """Print one line on standard error and exit. Status 2: a wrong call; 1: a run that cannot go on."""
@@ -173,7 +196,7 @@ def fail(message: object, status: int = 2) -> NoReturn:
 
 
 def parse_args() -> tuple[Args, dict | None]:
-    """The arguments, and the checkpoint that `--resume` or `--evaluate` names, whose arguments are then the defaults."""
+    """The arguments, and the checkpoint that `--resume` or `--evaluate` names, whose arguments become the defaults."""
 
     def parse(defaults: Args) -> Args:
         console = io.StringIO()
@@ -183,8 +206,8 @@ def parse_args() -> tuple[Args, dict | None]:
         except SystemExit as exit_:
             if not exit_.code:  # --help
                 raise
-        lines = [line.strip(" │╭╮╰╯─-") for line in console.getvalue().splitlines()]
-        fail(". ".join(line for line in lines[1:] if line and not line.startswith("For full helptext")))
+        lines = [line.strip(" │╭╮╰╯─") for line in console.getvalue().splitlines()[1:]]  # tyro draws a box
+        fail(" ".join(line for line in lines if line.strip("-") and not line.startswith("For full helptext")))
 
     args, checkpoint = parse(Args()), None
     if args.resume and args.evaluate:
@@ -201,28 +224,8 @@ def parse_args() -> tuple[Args, dict | None]:
     return args, checkpoint
 
 
-def check_args(args: Args) -> None:
-    """Refuse what cannot work, in one line, before anything is written."""
-    counts = "num_envs num_steps num_minibatches update_epochs total_timesteps"
-    for names, condition, holds in (
-        (counts + " torch_threads checkpoint_interval eval_episodes", "at least 1", lambda value: value >= 1),
-        ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
-        ("learning_rate max_grad_norm", "positive and finite", lambda value: 0 < value < math.inf),
-        ("target_kl", "positive", lambda value: value is None or value > 0),
-        ("ent_coef vf_coef", "zero or more and finite", lambda value: 0 <= value < math.inf),
-        ("gamma gae_lambda", "between 0 and 1", lambda value: 0 <= value <= 1),
-        ("clip_coef", "between 0 and 1", lambda value: 0 < value < 1),
-        ("exp_name", "a part of a folder's name", lambda value: value and value == Path(value).name),
-    ):
-        for name in names.split():
-            if not holds(getattr(args, name)):
-                fail(f"--{name.replace('_', '-')} must be {condition}, not {getattr(args, name)!r}")
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches:
-        batch = f"{args.num_envs} environments x {args.num_steps} steps = {batch_size}"
-        fail(f"--num-minibatches {args.num_minibatches} does not divide the batch ({batch})")
-    if args.total_timesteps < batch_size:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch_size} steps")
+def check_services(args: Args) -> None:
+    """Refuse a compiler, a device or a login that is asked for and not there."""
     if args.compile and not args.cuda and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
     if args.cuda and args.strict_cuda and not torch.cuda.is_available():
@@ -286,6 +289,10 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
             )
     if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
+    if len(env.action_space.shape) != 1 or env.action_space.dtype != np.float32:
+        box = env.action_space
+        flat = gym.spaces.Box(box.low.ravel(), box.high.ravel(), dtype=np.float32)
+        env = gym.wrappers.TransformAction(env, lambda action: action.reshape(box.shape).astype(box.dtype), flat)
     return env
 
 
@@ -335,8 +342,8 @@ class Agent(nn.Module):
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the loss needs: log pi(a|s) (B,), the entropy () (the same for every state), and V(s) (B,).
 
-        log N(a; mu, sigma) = -((a - mu) / sigma)^2 / 2 - log sigma - log(2 pi) / 2, summed over the action's components;
-        written out because torch.distributions costs more than the network.
+        log N(a; mu, sigma) = -((a - mu) / sigma)^2 / 2 - log sigma - log(2 pi) / 2, summed over the components of the
+        action. Written out because torch.distributions costs more than the network.
         """
         z = (actions - self.actor(obs)) * torch.exp(-self.log_std)  # (B, A)
         log_normaliser = self.log_std.sum() + 0.5 * math.log(2 * math.pi) * len(self.log_std)
@@ -370,26 +377,26 @@ class RunningMeanStd:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.count = 0
         self.mean = np.zeros(shape)
-        self.m2 = np.zeros(shape)  # the sum of squared deviations from the mean
+        self.m2 = np.zeros(shape)  # sum of squared deviations from the mean
 
     def update(self, rows: np.ndarray) -> None:
-        """Merge rows (N, *shape). Exact: sum (x - mean_all)^2 grows by sum (x - mean_before) (x - mean_after)."""
+        """Merge rows (N, *shape). Exact: the sum of squares grows by sum (x - mean before) (x - mean after)."""
         self.count += len(rows)
         deviation = rows - self.mean
-        self.mean = self.mean + deviation.sum(0) / self.count
-        self.m2 = self.m2 + (deviation * (rows - self.mean)).sum(0)
+        self.mean = self.mean + np.add.reduce(deviation) / self.count
+        self.m2 = self.m2 + np.add.reduce(deviation * (rows - self.mean))
 
     @property
     def std(self) -> np.ndarray:
-        """The standard deviation, never zero (1 before the first row)."""
-        return np.sqrt(self.m2 / self.count + 1e-8) if self.count else np.ones_like(self.mean)
+        """The standard deviation, never zero."""
+        return np.sqrt(self.m2 / max(self.count, 1) + 1e-8)
 
     def normalise(self, rows: np.ndarray) -> np.ndarray:
-        """(x - mean) / std, clipped to [-10, 10], as float32 ([37], continuous-control details 3 and 4)."""
+        """(x - mean) / std, clipped to [-10, 10], as float32 ([37], continuous control, details 3 and 4)."""
         return ((rows - self.mean) / self.std).clip(-10, 10).astype(np.float32)
 
     def state_dict(self) -> dict:
-        return {"count": self.count, "mean": torch.as_tensor(self.mean), "m2": torch.as_tensor(self.m2)}
+        return {"count": self.count, "mean": torch.tensor(self.mean), "m2": torch.tensor(self.m2)}
 
     def load_state_dict(self, state: dict) -> None:
         self.count, self.mean, self.m2 = state["count"], state["mean"].numpy(), state["m2"].numpy()
@@ -406,11 +413,11 @@ def compute_gae(
 ) -> np.ndarray:
     r"""Generalised advantage estimates (T, N), all arguments (T, N).
 
-    \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, summed to the end of the episode or of the batch    [GAE] Eq. (16)
-    \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), with V(s_{t+1}) = 0 after a termination                   [GAE] Eq. (10)
+    \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, summed to the end of the episode or of the batch, [GAE] Eq. (16)
+    \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V is 0 after a termination, [GAE] Eq. (10)
 
     `next_values` is V of the observation that the action led to, not of the next row: after a truncation the next row
-    belongs to another episode. Termination cuts the bootstrap and the sum, truncation cuts the sum only ([TIME] Eq. (6)).
+    belongs to another episode. A termination cuts the bootstrap and the sum, a truncation the sum only ([TIME] Sec. 3).
     """
     advantages = np.zeros_like(rewards)
     last_gae = np.zeros_like(rewards[0])
@@ -516,9 +523,8 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> list[float]:
     env = make_env(args.env_id, render=args.capture_video)
     if args.capture_video:
         env = record(env, run_folder, "evaluation")
-    space = env.action_space
-    low, high = space.low.ravel(), space.high.ravel()
-    agent, obs_stats = Agent(env.observation_space.shape[0], len(low)), RunningMeanStd(env.observation_space.shape)
+    low, high = env.action_space.low, env.action_space.high
+    agent, obs_stats = Agent(len(env.observation_space.low), len(low)), RunningMeanStd(env.observation_space.shape)
     agent.load_state_dict(model["agent"])
     obs_stats.load_state_dict(model["obs_stats"])
     mean_action, returns = agent.numpy_actor(), []
@@ -526,8 +532,8 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> list[float]:
         obs, _ = env.reset(seed=env_seed)
         returns.append(0.0)
         for _ in range(100_000):
-            action = mean_action(obs_stats.normalise(obs[None]))[0].clip(low, high)
-            obs, reward, terminated, truncated, _ = env.step(action.reshape(space.shape).astype(space.dtype))
+            action = mean_action(obs_stats.normalise(obs)).clip(low, high)
+            obs, reward, terminated, truncated, _ = env.step(action)
             returns[-1] += float(reward)
             if terminated or truncated:
                 break
@@ -660,7 +666,7 @@ def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> Summa
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
-    old_files = sorted(run_folder.glob("events.out.tfevents.*"))
+    old_files = sorted(run_folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_size)
     if args.track:
         import wandb
 
@@ -682,7 +688,8 @@ def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> Summa
     if resumed_step is None:
         rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
         writer.add_text("hyperparameters", f"|argument|value|\n|-|-|\n{rows}")
-    for event in map(Event.FromString, RawEventFileLoader(str(old_files[0])).Load() if old_files else ()):
+    # The largest file: a copy that was itself interrupted is smaller than what it copies
+    for event in map(Event.FromString, RawEventFileLoader(str(old_files[-1])).Load() if old_files else ()):
         if not event.HasField("file_version"):
             writer.file_writer.event_writer.add_event(event)
         if event.step == resumed_step and any(v.tag == "charts/checkpoint" for v in event.summary.value):
@@ -703,7 +710,7 @@ tags: [reinforcement-learning, {args.env_id}, {SCRIPT}]
 ---
 # {args.env_id}, {SCRIPT}.py
 
-Return {np.mean(returns):.2f} +- {np.std(returns):.2f}: mean and standard deviation of {len(returns)} evaluation episodes.
+Return {np.mean(returns):.2f} +- {np.std(returns):.2f}: mean and standard deviation of {len(returns)} episodes.
 
 Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {SCRIPT}.py --evaluate model.pt`.
 
@@ -737,9 +744,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     envs = [make_env(args.env_id, render=args.capture_video and i == 0) for i in range(N)]
     if args.capture_video:
         envs[0] = record(envs[0], run_folder, f"train-from-{checkpoint['global_step'] if checkpoint else 0}")
-    space = envs[0].action_space
-    low, high = space.low.ravel(), space.high.ravel()
-    obs_dim, action_dim = envs[0].observation_space.shape[0], len(low)
+    low, high = envs[0].action_space.low, envs[0].action_space.high
+    obs_dim, action_dim = len(envs[0].observation_space.low), len(low)
 
     agent = Agent(obs_dim, action_dim).to(device)
     theta, grad = flatten_parameters(agent)
@@ -789,8 +795,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     if args.compile:
         for tensor in (theta, exp_avg, exp_avg_sq):  # for CUDA graphs: these stay where they are
             torch._dynamo.mark_static_address(tensor)
-        mode = "reduce-overhead" if device.type == "cuda" else "default"
-        update = torch.compile(functools.partial(minibatch_step, functional_gradient), fullgraph=True, mode=mode)
+        options = {"triton.cudagraphs": True} if device.type == "cuda" else {"cpp_wrapper": True}
+        update = torch.compile(functools.partial(minibatch_step, functional_gradient), fullgraph=True, options=options)
         update = functools.partial(update, Agent(obs_dim, action_dim).to("meta"))
     else:
         update = functools.partial(minibatch_step, eager_gradient, agent)
@@ -798,11 +804,10 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     obs = np.zeros((T, N, obs_dim), np.float32)
     successors = np.zeros((T, N, obs_dim), np.float32)
     actions = np.zeros((T, N, action_dim), np.float32)
-    rewards = np.zeros((T, N), np.float32)
+    raw_rewards, discounted_returns = np.zeros((T, N)), np.zeros((T, N))
     terminations = np.zeros((T, N), bool)
     truncations = np.zeros((T, N), bool)
-    raw_obs, raw_rewards = np.zeros((N, obs_dim)), np.zeros(N)  # as the environments give them, in float64
-    discounted_returns, episodic_returns, episodic_lengths = np.zeros(N), np.zeros(N), np.zeros(N, int)
+    raw_obs = np.zeros((N, obs_dim))
     next_obs = None
 
     while iteration < num_iterations:
@@ -811,8 +816,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 raw_obs[i], _ = envs[i].reset(seed=env_seed)
             obs_stats.update(raw_obs)
             next_obs = obs_stats.normalise(raw_obs)  # (N, D)
-            for array in (discounted_returns, episodic_returns, episodic_lengths):
-                array[:] = 0
+            discounted_return, episodic_returns, episodic_lengths = np.zeros(N), np.zeros(N), np.zeros(N, int)
         learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
 
         # Collect T steps in each environment with the policy held fixed: [PPO] Alg. 1, line 3
@@ -821,22 +825,19 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         for t in range(T):
             obs[t] = next_obs
             actions[t] = mean_action(next_obs) + noise[t]
-            # Detail: the environment gets the clipped action, the loss the Gaussian's own
-            env_actions = actions[t].clip(low, high).reshape(N, *space.shape).astype(space.dtype)
+            env_actions = actions[t].clip(low, high)  # Detail: the loss sees the Gaussian's own, unclipped action
             ended = []
             for i, env in enumerate(envs):
-                raw_obs[i], raw_rewards[i], terminated, truncated, _ = env.step(env_actions[i])
+                raw_obs[i], raw_rewards[t, i], terminated, truncated, _ = env.step(env_actions[i])
                 terminations[t, i], truncations[t, i] = terminated, truncated
                 if terminated or truncated:
                     ended.append(i)
             global_step += N
             obs_stats.update(raw_obs)
-            next_obs = obs_stats.normalise(raw_obs)
-            successors[t] = next_obs
-            discounted_returns = args.gamma * discounted_returns + raw_rewards
-            return_stats.update(discounted_returns)
-            rewards[t] = (raw_rewards / return_stats.std).clip(-10, 10)
-            episodic_returns += raw_rewards
+            successors[t] = next_obs = obs_stats.normalise(raw_obs)
+            discounted_return = args.gamma * discounted_return + raw_rewards[t]
+            discounted_returns[t] = discounted_return
+            episodic_returns += raw_rewards[t]
             episodic_lengths += 1
             for i in ended:
                 recent_returns.append(float(episodic_returns[i]))
@@ -845,7 +846,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 raw_obs[i], _ = envs[i].reset()
                 obs_stats.update(raw_obs[i : i + 1])
                 next_obs[i] = obs_stats.normalise(raw_obs[i])
-                discounted_returns[i] = episodic_returns[i] = episodic_lengths[i] = 0
+                discounted_return[i] = episodic_returns[i] = episodic_lengths[i] = 0
+        return_stats.update(discounted_returns.ravel())
+        rewards = (raw_rewards / return_stats.std).clip(-10, 10).astype(np.float32)
 
         # Estimate the advantages: [PPO] Alg. 1, line 4
         b_obs = torch.from_numpy(obs).view(batch_size, obs_dim).to(device)
@@ -874,10 +877,10 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 adam_steps += 1
                 step_size = learning_rate / (1 - 0.9**adam_steps)
                 bias_correction = math.sqrt(1 - 0.999**adam_steps)
-                if args.compile:  # Trap: a number would be compiled in, anew for each value
+                if args.compile:  # Trap: a number would be compiled in, and a CUDA graph overwrites its outputs
                     step_size, bias_correction = torch.tensor([step_size, bias_correction], device=device)
                 parts = update(theta, grad, exp_avg, exp_avg_sq, step_size, bias_correction, minibatch, args)
-                details.append([part.clone() for part in parts])  # Trap: a CUDA graph overwrites its outputs
+                details.append([part.clone() for part in parts] if device.type == "cuda" else parts)
             logratios = torch.stack([logratio for *_, logratio, _ in details[-args.num_minibatches :]])
             # [37]: two estimates of KL(old || new), http://joschu.net/blog/kl-approx.html; the second has less variance
             old_approx_kl, approx_kl = -logratios.mean(), (logratios.exp() - 1 - logratios).mean()
@@ -918,6 +921,10 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     if args.upload_model:
         upload_model(args, run_folder, returns)
     writer.close()
+    if args.track:
+        import wandb
+
+        wandb.finish()
 
 
 def main() -> None:
@@ -927,7 +934,8 @@ def main() -> None:
     run_folder = Path("runs")
     try:
         args, checkpoint = parse_args()
-        check_args(args)
+        args.check()
+        check_services(args)
         make_env(
             args.env_id, render=args.capture_video
         ).close()  # what is wrong with it is said before anything is written
