@@ -30,7 +30,7 @@ so that no batch can move it far. The same passes fit the value function on whic
     s_{t+1}         successors         (T, N, D)  the observation that the action led to, before any reset
     a_t             actions            (T, N, A)  the Gaussian's sample, unclipped
     r_t             rewards            (T, N)     reward, scaled
-    \delta_t        delta              (T, N)     TD residual, [GAE] Eq. (10)
+    \delta_t        delta              (T, N)     TD residual, [PPO] Eq. (12)
     \hat A_t        advantages         (T, N)     advantage estimate, [GAE] Eq. (16), [PPO] Eq. (11)
     r_t(\theta)     ratio              (B,)       pi_theta(a_t|s_t) / pi_theta_old(a_t|s_t), [PPO] Sec. 3
     \epsilon        clip_coef                     how far the ratio may leave 1, [PPO] Eq. (7)
@@ -39,9 +39,9 @@ so that no batch can move it far. The same passes fit the value function on whic
     \theta          theta              (P,)       all parameters in one vector
 
 Where this differs from common practice, and why:
-  * A time limit is not a failure: at a truncation the value of the episode's last observation is bootstrapped ([TIME]
-    Sec. 3). The best-known single-file PPO takes truncations for terminations, on HalfCheetah a lie at every 1000th
-    step; `--no-bootstrap-truncation` does the same.
+  * A time limit is not a failure: at a truncation the value of the episode's last observation is bootstrapped
+    ([TIME], partial-episode bootstrapping). The best-known single-file PPO takes truncations for terminations, on
+    HalfCheetah a lie at every 1000th step; `--no-bootstrap-truncation` does the same.
   * One set of running statistics serves all environments, is saved with the parameters and is frozen in evaluation.
     A batch's rewards are all scaled by the one std that is known when the batch is complete.
   * The environments are a plain list, stepped and reset in this file: no row of an automatic reset can enter the batch.
@@ -226,9 +226,10 @@ def parse_args() -> tuple[Args, dict | None]:
 
 def check_services(args: Args) -> None:
     """Refuse a compiler, a device or a login that is asked for and not there."""
-    if args.compile and not args.cuda and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+    on_gpu = args.cuda and torch.cuda.is_available()
+    if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
-    if args.cuda and args.strict_cuda and not torch.cuda.is_available():
+    if args.cuda and args.strict_cuda and not on_gpu:
         fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
     if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
@@ -242,6 +243,15 @@ def check_services(args: Args) -> None:
 
         if not args.save_model or not huggingface_hub.get_token():
             fail("--upload-model needs --save-model and a Hugging Face login: run `hf auth login` or set HF_TOKEN")
+
+
+def choose_device(args: Args) -> torch.device:
+    """The device of the networks, set up as the arguments say."""
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.cuda and not torch.cuda.is_available():
+        print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def make_env(env_id: str, render: bool = False) -> gym.Env:
@@ -292,7 +302,10 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
     if len(env.action_space.shape) != 1 or env.action_space.dtype != np.float32:
         box = env.action_space
         flat = gym.spaces.Box(box.low.ravel(), box.high.ravel(), dtype=np.float32)
-        env = gym.wrappers.TransformAction(env, lambda action: action.reshape(box.shape).astype(box.dtype), flat)
+        # Trap: a bound of float64 may round to a float32 outside the box, hence the second clip
+        env = gym.wrappers.TransformAction(
+            env, lambda action: action.reshape(box.shape).astype(box.dtype).clip(box.low, box.high), flat
+        )
     return env
 
 
@@ -303,11 +316,11 @@ def record(env: gym.Env, run_folder: Path, name: str) -> gym.Env:
 
 def reset_seeds(seed: int, *key: int, num: int) -> list[int]:
     """Seeds for `num` environments, made of the run's seed and a key: the same key gives the same episodes."""
-    return [int(word) for word in np.random.SeedSequence([seed, *key]).generate_state(num)]
+    return [int(word) >> 1 for word in np.random.SeedSequence([seed, *key]).generate_state(num)]  # 31 bits
 
 
-def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
-    """Orthogonal weights with gain `std`, zero bias ([37], detail 2)."""
+def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
+    """Orthogonal weights with gain `std`, zero bias ([37], core detail 2)."""
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
     return layer
@@ -352,7 +365,7 @@ class Agent(nn.Module):
         return logprobs, entropy, self.critic(obs).squeeze(-1)
 
     def numpy_actor(self):
-        """The actor as a numpy function obs (N, D) -> mean action (N, A), with the parameters of this moment.
+        """The actor as a numpy function obs (N, D) -> mean action (N, A). To be made anew after each update.
 
         One observation at a time, torch's overhead is several times the arithmetic: this is 3x as fast as the module.
         """
@@ -381,6 +394,8 @@ class RunningMeanStd:
 
     def update(self, rows: np.ndarray) -> None:
         """Merge rows (N, *shape). Exact: the sum of squares grows by sum (x - mean before) (x - mean after)."""
+        if not self.count:  # Trap: from a mean far off, rounding errors are as large as the variance
+            self.mean = np.array(rows[0], float)
         self.count += len(rows)
         deviation = rows - self.mean
         self.mean = self.mean + np.add.reduce(deviation) / self.count
@@ -392,7 +407,7 @@ class RunningMeanStd:
         return np.sqrt(self.m2 / max(self.count, 1) + 1e-8)
 
     def normalise(self, rows: np.ndarray) -> np.ndarray:
-        """(x - mean) / std, clipped to [-10, 10], as float32 ([37], continuous control, details 3 and 4)."""
+        """(x - mean) / std, clipped to [-10, 10], as float32 ([37], continuous actions, details 6 and 7)."""
         return ((rows - self.mean) / self.std).clip(-10, 10).astype(np.float32)
 
     def state_dict(self) -> dict:
@@ -414,10 +429,10 @@ def compute_gae(
     r"""Generalised advantage estimates (T, N), all arguments (T, N).
 
     \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, summed to the end of the episode or of the batch, [GAE] Eq. (16)
-    \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V is 0 after a termination, [GAE] Eq. (10)
+    \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V is 0 after a termination, [PPO] Eq. (12)
 
     `next_values` is V of the observation that the action led to, not of the next row: after a truncation the next row
-    belongs to another episode. A termination cuts the bootstrap and the sum, a truncation the sum only ([TIME] Sec. 3).
+    belongs to another episode. A termination cuts the bootstrap and the sum, a truncation the sum only ([TIME]).
     """
     advantages = np.zeros_like(rewards)
     last_gae = np.zeros_like(rewards[0])
@@ -733,11 +748,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     if num_iterations * batch_size != args.total_timesteps:
         total = f"{num_iterations * batch_size:,} ({num_iterations:,} batches of {batch_size:,})"
         print(f"note: {args.total_timesteps:,} steps are rounded up to {total}", file=sys.stderr)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    if args.cuda and device.type == "cpu":
-        print("note: there is no CUDA device; training on the CPU", file=sys.stderr)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.set_num_threads(args.torch_threads)
+    device = choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the noise and the minibatches
 
@@ -848,6 +859,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 next_obs[i] = obs_stats.normalise(raw_obs[i])
                 discounted_return[i] = episodic_returns[i] = episodic_lengths[i] = 0
         return_stats.update(discounted_returns.ravel())
+        # Detail: the mean is not subtracted, only the scale is changed ([37], continuous actions, details 8 and 9)
         rewards = (raw_rewards / return_stats.std).clip(-10, 10).astype(np.float32)
 
         # Estimate the advantages: [PPO] Alg. 1, line 4

@@ -1,0 +1,118 @@
+"""Speed of each script beside a peer at the same hyperparameters, as whole processes, in turn on one machine.
+
+    python benchmark/speed.py --scripts ppo_continuous            # the table of README, about 15 minutes
+    python benchmark/speed.py --scripts ppo_continuous --full     # whole runs of 1M steps: about half an hour
+
+Steady speed is measured from the end of the warm-up to the end of training, by the time stamps of the TensorBoard
+points (ours) or by what peers.py prints; wall time is that of the whole process. The runs are interleaved (A B C A B C):
+a machine's speed drifts, a ratio less so. Prints a markdown table and appends every run to benchmark/results/speed.csv.
+"""
+
+import argparse
+import csv
+import datetime
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmark" / "results" / "speed.csv"
+
+# script: (agent steps of a run, of its warm-up, of a whole run, {name: command; the first is the peer of the ratios})
+ROWS = {
+    "ppo_continuous": (
+        102_400,
+        20_480,
+        1_000_000,
+        {
+            "Stable-Baselines3 PPO": "benchmark/peers.py sb3_ppo --steps {steps}",
+            "ppo_continuous.py": "ppo_continuous.py --total-timesteps {steps}",
+            "ppo_continuous.py --compile": "ppo_continuous.py --total-timesteps {steps} --compile",
+        },
+    ),
+}
+
+
+def measure(command: str, warmup: int) -> dict:
+    """Run one command in an empty folder. Returns steady steps per second, wall seconds and peak memory in MB."""
+    script, *arguments = command.split()
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/stdout", "w") as stdout:
+            started = time.time()
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / script), *arguments], cwd=folder, stdout=stdout, stderr=subprocess.DEVNULL
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+            wall = time.time() - started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            sys.exit(f"error: {command} ended with status {process.returncode}")
+        if runs := list(Path(folder, "runs").glob("*")):
+            events = EventAccumulator(str(runs[0]), size_guidance={"scalars": 0}).Reload().Scalars("charts/SPS")
+            points = [(event.step, event.wall_time) for event in events]
+        else:
+            lines = [line.split() for line in open(f"{folder}/stdout") if line.startswith("point")]
+            points = [(int(step), float(seconds)) for _, step, seconds in lines]
+    (first_step, first_time), (last_step, last_time) = next(p for p in points if p[0] >= warmup), points[-1]
+    speed = (last_step - first_step) / (last_time - first_time)
+    return {"steps_per_second": round(speed, 1), "wall_seconds": round(wall, 1), "peak_mb": usage.ru_maxrss // 1024}
+
+
+def machine() -> str:
+    """Processor, cores and versions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    packages = ("torch", "gymnasium", "mujoco", "stable-baselines3")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    return f"{os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, {versions}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scripts", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--full", action="store_true", help="whole runs, once each unless --repeats is given")
+    args = parser.parse_args()
+    repeats = 1 if args.full and "--repeats" not in sys.argv else args.repeats
+    print(machine())
+    for script in args.scripts:
+        steps, warmup, whole, commands = ROWS[script]
+        steps = whole if args.full else steps
+        runs = {name: [] for name in commands}
+        for repeat in range(repeats):
+            for name, command in commands.items():
+                run = measure(command.format(steps=steps), warmup)
+                runs[name].append(run)
+                print(f"  {repeat + 1}/{repeats} {name}: {run}", file=sys.stderr, flush=True)
+                row = {"date": datetime.date.today(), "script": script, "name": name, "steps": steps, **run}
+                write_header = not RESULTS.exists()
+                RESULTS.parent.mkdir(exist_ok=True)
+                with open(RESULTS, "a", newline="") as file:
+                    writer = csv.DictWriter(file, [*row, "machine"])
+                    if write_header:
+                        writer.writeheader()
+                    writer.writerow(row | {"machine": machine()})
+        peer = next(iter(runs.values()))
+        print(f"\n{script}: medians of {repeats} interleaved runs of {steps:,} agent steps\n")
+        print("| program | steps/s | ratio (min to max) | wall s | wall ratio | peak MB |\n|---|---|---|---|---|---|")
+        for name, mine in runs.items():
+            median = {key: statistics.median(run[key] for run in mine) for key in mine[0]}
+            ratios = [m["steps_per_second"] / p["steps_per_second"] for m, p in zip(mine, peer)]
+            walls = [m["wall_seconds"] / p["wall_seconds"] for m, p in zip(mine, peer)]
+            print(
+                f"| {name} | {median['steps_per_second']:,.0f} | {statistics.median(ratios):.2f} "
+                f"({min(ratios):.2f} to {max(ratios):.2f}) | {median['wall_seconds']:.0f} | "
+                f"{statistics.median(walls):.2f} | {median['peak_mb']:,.0f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

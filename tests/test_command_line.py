@@ -1,0 +1,381 @@
+"""The command line: a wrong call is told so in one line and leaves no trace, a right one writes its run folder only."""
+
+import dataclasses
+import importlib
+import json
+import os
+import pty
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, Run, checkpoints, execute, files_below, load, run_folder_in, scalars
+
+WRONG = {  # in every script: {what is wrong: (flags, what the line has to say)}
+    "unknown flag": ("--bogus 1", "--bogus"),
+    "misspelt flag": ("--totaltimesteps 1", "--total-timesteps"),
+    "value without a flag": ("Pendulum-v1", "Pendulum-v1"),
+    "word for a number": ("--seed one", "--seed 'one'"),
+    "fraction for a count": ("--total-timesteps 1e3", "--total-timesteps '1e3'"),
+    "missing value": ("--seed", "--seed"),
+    "value for a switch": ("--capture-video maybe", "maybe"),
+    "seed of 33 bits": ("--seed 4294967296", "--seed"),
+    "folder for a name": ("--exp-name a/b", "--exp-name"),
+    "no name": ("--exp-name=", "--exp-name"),
+    "malformed id": ("--env-id !!", "!!"),
+    "no id": ("--env-id=", "ID"),
+    "resume and evaluate": ("--resume here --evaluate there", "--resume --evaluate"),
+    "resume a missing run": ("--resume nowhere", "nowhere"),
+    "evaluate a missing run": ("--evaluate nowhere", "nowhere"),
+}
+WRONG_OF = {
+    "ppo_continuous": {
+        "misspelt environment": ("--env-id HalfCheeta-v4", "HalfCheeta-v4 HalfCheetah-v4"),
+        "version to come": ("--env-id HalfCheetah-v9", "HalfCheetah-v9 HalfCheetah-v5"),
+        "version gone": ("--env-id HalfCheetah-v3", "HalfCheetah-v3"),
+        "version gone with MuJoCo 2": ("--env-id Pusher-v4", "Pusher-v4"),
+        "discrete actions": ("--env-id CartPole-v1", "CartPole-v1 discrete a2c_atari.py dqn_per_atari.py"),
+        "indivisible batch": ("--num-minibatches 7", "--num-minibatches 7 64"),
+        "empty minibatches": ("--num-envs 1 --num-steps 16 --num-minibatches 32", "--num-minibatches 32 16"),
+        "not one batch": ("--num-steps 4096", "--total-timesteps 4736 8192"),
+        "gamma above 1": ("--gamma 1.001", "--gamma 1.001"),
+        "lambda above 1": ("--gae-lambda 95", "--gae-lambda 95"),
+        "clip of 1": ("--clip-coef 1", "--clip-coef 1"),
+    },
+}
+REFUSED = ("0", "-1", "nan", "inf", "-inf")  # by every flag that takes a number, but for:
+ACCEPTED = {"0": {"seed", "gamma", "gae_lambda", "ent_coef", "vf_coef"}, "inf": {"target_kl"}}
+LIMITS = {"ppo_continuous": "--seed 0 --gamma 0 --gae-lambda 1 --ent-coef 0 --vf-coef 0 --target-kl inf"}
+
+RUNS = {  # settings of runs as short as can be, an environment of its own kind each
+    "ppo_continuous": {
+        f"{env_id}, {num_envs}": f"--env-id {env_id} --num-envs {num_envs} --num-steps 64 --total-timesteps 512"
+        for env_id in ("Pendulum-v1", "HalfCheetah-v4")
+        for num_envs in (1, 4)
+    },
+}
+TAGS = """charts/learning_rate charts/SPS losses/value_loss losses/policy_loss losses/entropy losses/old_approx_kl
+    losses/approx_kl losses/clipfrac losses/explained_variance"""
+TAGS_OF = {"ppo_continuous": TAGS.split()}  # once per batch
+PROGRESS = r"[\d,]+/[\d,]+ steps  [\d,]+ steps/s  return (-|-?[\d.,]+) \(last \d+\)  \d+:\d\d:\d\d left"
+SCORE = r"evaluation: (-?[\d.]+) \+- ([\d.]+) over (\d+) episodes.*\n(?:returns: (.+))\n"
+
+
+def table(tables):
+    return [
+        pytest.param(script, *row, id=f"{script}, {name}") for script in SMALL for name, row in tables[script].items()
+    ]
+
+
+def assert_refused(result, *words):
+    assert (result.status, result.stdout) == (2, "")
+    assert re.fullmatch(r"error: [^\n]+\n", result.stderr)
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(script, tmp_path_factory):
+    """The result of a small run and its folder, for reading only."""
+    cwd = tmp_path_factory.mktemp("finished")
+    result = Run(script, *SMALL[script], cwd=cwd).wait()
+    assert result.status == 0, result
+    return result, run_folder_in(cwd)
+
+
+# Wrong calls
+
+
+@pytest.mark.parametrize("script, flags, words", table({script: WRONG | WRONG_OF[script] for script in SMALL}))
+def test_a_wrong_call_is_one_line_and_leaves_no_trace(call, tmp_path, script, flags, words):
+    assert_refused(call(script, *SMALL[script], *flags.split()), *words.split())
+    assert not list(tmp_path.iterdir())
+
+
+def number_flags(script):
+    fields = dataclasses.fields(importlib.import_module(script).Args)
+    return [field.name for field in fields if field.type in (int, float, int | None, float | None)]
+
+
+@pytest.mark.parametrize("script, name", [(script, name) for script in SMALL for name in number_flags(script)])
+def test_a_number_that_makes_no_sense_is_refused(call, tmp_path, script, name):
+    flag = "--" + name.replace("_", "-")
+    for value in REFUSED:
+        if name not in ACCEPTED.get(value, ()):
+            assert_refused(call(script, *SMALL[script], flag, value), flag, value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_limits_of_the_ranges_are_accepted(call, script):
+    assert call(script, *SMALL[script], "--total-timesteps", "64", *LIMITS[script].split()).status == 0
+
+
+def test_a_program_refuses_a_wrong_call_as_well(tmp_path, script):
+    assert_refused(execute(script, "--env-id", "nosuch-v0", cwd=tmp_path), "nosuch-v0")
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_names_every_flag(call, tmp_path, script):
+    result = call(script, "--help")
+    assert (result.status, result.stderr) == (0, "")
+    for field in dataclasses.fields(importlib.import_module(script).Args):
+        assert "--" + field.name.replace("_", "-") in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_environment_whose_package_is_missing(call, tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "shimmy" else found(name))
+    result = call("ppo_continuous", *SMALL["ppo_continuous"], "--env-id", "dm_control/cheetah-run-v0")
+    assert_refused(result, "dm_control/cheetah-run-v0", "pip install", "shimmy")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written(call, tmp_path, script):
+    (tmp_path / "runs").write_text("a file")
+    result = call(script, *SMALL[script])
+    assert (result.status, result.stdout) == (1, "")
+    assert re.fullmatch(r"error: [^\n]*runs[^\n]*\n", result.stderr)
+    assert files_below(tmp_path) == {Path("runs"): b"a file"}
+
+
+# What a call may ask for and the machine does not have
+
+
+def test_cuda_where_there_is_none(call, tmp_path, monkeypatch, script):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_refused(call(script, *SMALL[script], "--cuda", "--strict-cuda"), "CUDA")
+    assert not list(tmp_path.iterdir())
+    result = call(script, *SMALL[script], "--total-timesteps", "512", "--cuda")
+    assert result.status == 0
+    assert re.fullmatch(r"note: [^\n]*CPU[^\n]*\n", result.stderr)
+
+
+def test_tracking_without_a_login(tmp_path, script):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "cwd").mkdir()
+    env = {name: None for name in os.environ if name.startswith("WANDB_") or name == "NETRC"}
+    env |= {"HOME": str(tmp_path / "home"), "XDG_CONFIG_HOME": None}
+    assert_refused(Run(script, *SMALL[script], "--track", cwd=tmp_path / "cwd", env=env).wait(), "--track", "login")
+    assert not list((tmp_path / "cwd").iterdir())
+
+
+@pytest.mark.parametrize("token, flags", [(None, []), ("a token", ["--no-save-model"])], ids=["no login", "no model"])
+def test_uploading_what_cannot_be_uploaded(call, tmp_path, monkeypatch, script, token, flags):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
+    assert_refused(call(script, *SMALL[script], "--upload-model", *flags), "--upload-model", "--save-model", "login")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_film_without_a_renderer(call, tmp_path, monkeypatch):
+    def render(env):
+        raise RuntimeError("no\nscreen")
+
+    monkeypatch.setattr("gymnasium.envs.classic_control.pendulum.PendulumEnv.render", render)
+    result = call("ppo_continuous", *SMALL["ppo_continuous"], "--capture-video")
+    assert_refused(result, "--capture-video", "Pendulum-v1", "no screen")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("renderer, word", [("nonsense", "MUJOCO_GL"), ("glfw", "--capture-video")])
+def test_a_film_where_mujoco_cannot_render(tmp_path, renderer, word):
+    env = {"MUJOCO_GL": renderer, "DISPLAY": None, "WAYLAND_DISPLAY": None}
+    flags = "--env-id HalfCheetah-v4 --capture-video".split()
+    assert_refused(Run("ppo_continuous", *SMALL["ppo_continuous"], *flags, cwd=tmp_path, env=env).wait(), word)
+    assert not list(tmp_path.iterdir())
+
+
+# Paths for --resume and --evaluate
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+@pytest.mark.parametrize("content", ["nothing", "words", "no archive", "another script's", "no state"])
+def test_what_is_not_a_run_of_this_script(call, tmp_path, script, flag, content):
+    folder = tmp_path / "runs" / "a run"
+    folder.mkdir(parents=True)
+    path = folder / "checkpoint_512.pt"
+    if content == "words":
+        (folder / "README.md").write_text("nothing else")
+    if content == "no archive":
+        path.write_text("not a checkpoint")
+    if content == "another script's":
+        torch.save({"script": "another", "args": {"env_id": "Pendulum-v1"}}, path)
+    if content == "no state":
+        torch.save([script], path)
+    before = files_below(tmp_path)
+    named = [path, path.relative_to(tmp_path)] if path.exists() and flag == "--evaluate" else []
+    for name in ("runs/a run", *named):
+        assert_refused(call(script, flag, str(name)), "a run")
+    assert files_below(tmp_path) == before
+
+
+def test_a_file_cannot_be_resumed(call, finished, tmp_path, script):
+    _, run_folder = finished
+    for path in (run_folder / "model.pt", checkpoints(run_folder)[-1]):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+        assert_refused(call(script, "--resume", path.name), path.name)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_another_environment_cannot_be_evaluated_or_resumed(call, finished, tmp_path, script):
+    _, run_folder = finished
+    before = files_below(run_folder)
+    for flag in ("--resume", "--evaluate"):
+        result = call(script, flag, str(run_folder), "--env-id", "Another-v1")
+        assert_refused(result, load(run_folder / "model.pt")["args"]["env_id"], "Another-v1")
+    assert not list(tmp_path.iterdir()) and files_below(run_folder) == before
+
+
+# Right calls
+
+
+@pytest.mark.parametrize("script, flags", [(s, flags) for s in SMALL for flags in RUNS[s].values()])
+def test_a_run_says_and_writes_what_it_should_and_no_more(tmp_path, script, flags):
+    argv = [*SMALL[script], *flags.split(), "--seed", "3"]
+    result = Run(script, *argv, cwd=tmp_path).wait()
+    assert (result.status, result.stderr) == (0, "")
+    name, *progress, score, returns = result.stdout.splitlines()
+    env_id = flags.split()[1]
+    assert re.fullmatch(rf"run folder: runs/{env_id}__{script}__3__\d+", name)
+    assert progress and all(re.fullmatch(PROGRESS, line) for line in progress)
+    mean, std, count, values = re.fullmatch(SCORE, f"{score}\n{returns}\n").groups()
+    values = [float(value) for value in values.split()]
+    assert len(values) == int(count) == 2
+    assert np.allclose([np.mean(values), np.std(values)], [float(mean), float(std)], atol=0.01)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    run_folder = run_folder_in(tmp_path)
+    assert name == f"run folder: runs/{run_folder.name}"
+    kinds = sorted(re.sub(r"\d.*", "", path.name) for path in run_folder.iterdir())
+    assert kinds == ["args.json", "checkpoint_", "checkpoint_", "events.out.tfevents.", "model.pt"]
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_a_program_on_its_own_says_no_more_either(tmp_path, script):
+    flags = [*RUNS[script].values()][-1].split()
+    result = execute(script, *SMALL[script], *flags, "--total-timesteps", "500", cwd=tmp_path)
+    assert result.status == 0
+    assert re.fullmatch(r"note: 500 steps [^\n]*512[^\n]*\n", result.stderr)
+    name, *progress = re.sub(SCORE, "", result.stdout).splitlines()
+    assert name.startswith("run folder: runs/")
+    assert progress and all(re.fullmatch(PROGRESS, line) for line in progress)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_the_files_of_a_run(finished, script):
+    result, run_folder = finished
+    args = json.loads((run_folder / "args.json").read_text())
+    assert list(args) == [field.name for field in dataclasses.fields(importlib.import_module(script).Args)]
+    flags = dict(zip(SMALL[script][::2], SMALL[script][1::2]))
+    assert {name: str(args[name[2:].replace("-", "_")]) for name in flags} == flags
+    model, checkpoint = load(run_folder / "model.pt"), load(checkpoints(run_folder)[-1])
+    assert set(model) < set(checkpoint)
+    assert model["args"] == checkpoint["args"] == args
+    assert model["global_step"] == checkpoint["global_step"] == args["total_timesteps"]
+
+    points = scalars(run_folder)
+    batch = args["num_envs"] * args["num_steps"]
+    for tag in TAGS_OF[script]:
+        assert [step for step, _ in points[tag]] == list(range(batch, args["total_timesteps"] + 1, batch)), tag
+        assert np.isfinite([value for _, value in points[tag]]).all(), tag
+    assert min(value for _, value in points["charts/SPS"]) > 0
+    rates = [value for _, value in points["charts/learning_rate"]]
+    assert rates[0] == pytest.approx(args["learning_rate"]) and np.all(np.diff(rates) < 0)
+    returns = points["charts/episodic_return"]
+    assert [step for step, _ in returns] == [step for step, _ in points["charts/episodic_length"]]
+    assert model["args"]["num_envs"] * 9 == len(returns) == len(checkpoint["recent_returns"])
+    ((step, value),) = points["eval/episodic_return"]
+    assert step == args["total_timesteps"]
+    assert value == pytest.approx(float(re.search(SCORE, result.stdout)[1]), abs=0.01)
+
+
+def test_no_model_is_saved_where_none_is_wanted(call, tmp_path, script):
+    assert call(script, *SMALL[script], "--total-timesteps", "512", "--no-save-model").status == 0
+    assert not (run_folder_in(tmp_path) / "model.pt").exists()
+    assert len(checkpoints(run_folder_in(tmp_path))) == 2
+
+
+# Evaluation
+
+
+def test_evaluation_repeats_the_end_of_training(call, finished, tmp_path, script):
+    result, run_folder = finished
+    before = files_below(run_folder)
+    for path in (run_folder, run_folder / "model.pt", checkpoints(run_folder)[-1]):
+        evaluation = call(script, "--evaluate", str(path))
+        assert (evaluation.status, evaluation.stderr) == (0, "")
+        assert evaluation.stdout == re.search(SCORE, result.stdout)[0]
+    assert files_below(run_folder) == before and not list(tmp_path.iterdir())
+
+
+def test_evaluation_with_other_episodes(call, finished, script):
+    result, run_folder = finished
+    model = str(run_folder / "model.pt")
+    scores = [re.search(SCORE, result.stdout)]
+    for flags in ("--eval-episodes 3", "--seed 7", "--seed 7"):
+        scores.append(re.fullmatch(SCORE, call(script, "--evaluate", model, *flags.split()).stdout))
+    two, three, other, same = (score[4].split() for score in scores)
+    assert three[:2] == two and len(three) == 3
+    assert other == same and len(other) == 2 and not set(other) & set(two)
+
+
+def test_evaluation_leaves_the_model_as_it_is(call, finished, script):
+    _, run_folder = finished
+    module, model = importlib.import_module(script), load(run_folder / "model.pt")
+    module.evaluate(module.Args(**model["args"]), model, run_folder)
+    assert str(model) == str(load(run_folder / "model.pt"))
+
+
+def test_evaluation_asks_for_no_login_and_no_device(call, finished, tmp_path, monkeypatch, script):
+    """A model that was trained with all services is evaluated by someone who has none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    monkeypatch.setattr("wandb.login", lambda **_: False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    result, run_folder = finished
+    model = load(run_folder / "model.pt")
+    model["args"] |= dict.fromkeys(["track", "upload_model", "cuda", "strict_cuda"], True)
+    torch.save(model, tmp_path / "model.pt")
+    evaluation = call(script, "--evaluate", "model.pt")
+    assert (evaluation.status, evaluation.stdout) == (0, re.search(SCORE, result.stdout)[0])
+
+
+# Films, the terminal
+
+
+def test_films_move(tmp_path, script):
+    moviepy = pytest.importorskip("moviepy")
+    flags = "--total-timesteps 512 --eval-episodes 1 --capture-video".split()
+    result = Run(script, *SMALL[script], *flags, cwd=tmp_path).wait()
+    assert (result.status, result.stderr) == (0, "")
+    assert re.sub(SCORE, "", result.stdout).count("\n") == len(re.findall(PROGRESS, result.stdout)) + 1
+    videos = sorted((run_folder_in(tmp_path) / "videos").iterdir())
+    assert {video.suffix for video in videos} == {".mp4"}
+    for kind in ("evaluation", "train"):
+        with moviepy.VideoFileClip(next(str(video) for video in videos if video.name.startswith(kind))) as film:
+            frames = np.stack([frame for frame in film.iter_frames()][::20])
+        assert len(frames) == 10
+        assert frames.max() > 200 and frames.min() < 50
+        assert all((before != after).any() for before, after in pairwise(frames))
+
+
+def test_a_terminal_shows_one_line_rewritten_in_place(tmp_path, script):
+    terminal, other_end = pty.openpty()
+    try:
+        result = Run(script, *SMALL[script], cwd=tmp_path, stdout=os.ttyname(other_end)).wait()
+        os.set_blocking(terminal, False)
+        shown = os.read(terminal, 1_000_000).decode().replace("\r\n", "\n")
+    finally:
+        os.close(terminal)
+        os.close(other_end)
+    assert (result.status, result.stderr) == (0, "")
+    name, progress, score = shown.split("\n", 2)
+    assert name.startswith("run folder: ")
+    assert re.fullmatch(SCORE, score)
+    first, *states = progress.removesuffix("\x1b[K").split("\x1b[K\r")
+    assert first.startswith("\r") and len(states) >= 2
+    assert all(re.fullmatch(PROGRESS, state) for state in (first[1:], *states))
+    assert re.match(r"4,736/4,736 steps", states[-1])

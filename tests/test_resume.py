@@ -1,0 +1,434 @@
+"""Exact resume: whatever ends a run, resuming it gives the checkpoint and the curves of the run that nothing ended.
+
+"Nothing" is one run per script, by `python script.py` in a process of its own. Kills are real: SIGKILL to a process.
+"""
+
+import functools
+import itertools
+import json
+import os
+import pkgutil
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import time
+
+import pytest
+import torch
+from conftest import (
+    SMALL,
+    Result,
+    Run,
+    checkpoints,
+    copy_run,
+    execute,
+    files_below,
+    load,
+    run_folder_in,
+    scalars,
+    wait_for,
+)
+
+# What is done to a process before it runs the script
+
+
+def kill_in(name, nth, after=False):
+    """Have the process killed just before, or just after, the nth call of a function."""
+    owner, _, attribute = name.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    function, calls = getattr(owner, attribute), itertools.count(1)
+
+    def call(*args, **kwargs):
+        if (fatal := next(calls) == nth) and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*args, **kwargs)
+        if fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, attribute, call)
+
+
+def fill_disk(nth, size=512):
+    """Let no file grow beyond `size` bytes from the nth renaming of a file on, or from the start if nth is 0."""
+    replace, calls = os.replace, itertools.count(1)
+
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))  # Python ignores SIGXFSZ
+
+    def call(*args, **kwargs):
+        replace(*args, **kwargs)
+        if next(calls) == nth:
+            fill()
+
+    if nth:
+        os.replace = call
+    else:
+        fill()
+
+
+# Comparison
+
+
+def assert_identical(found, expected, at=""):
+    """Bit by bit and type by type, also in what tensors, lists and dicts hold."""
+    assert type(found) is type(expected), at
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), at
+        for key in expected:
+            assert_identical(found[key], expected[key], f"{at}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), at
+        for index, pair in enumerate(zip(found, expected)):
+            assert_identical(*pair, f"{at}[{index}]")
+    elif isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), at
+        assert found.numpy().tobytes() == expected.numpy().tobytes(), at
+    else:
+        assert repr(found) == repr(expected), at
+
+
+def curves(run_folder):
+    return {tag: points for tag, points in scalars(run_folder).items() if tag != "charts/SPS"}
+
+
+def assert_same_run(run_folder, reference):
+    names = [re.sub(r"tfevents.*", "tfevents", path.name) for path in sorted(run_folder.iterdir())]
+    assert names == [re.sub(r"tfevents.*", "tfevents", path.name) for path in sorted(reference.iterdir())]
+    for path in (*checkpoints(reference), reference / "model.pt"):
+        assert_identical(load(run_folder / path.name), load(path), path.name)
+    assert curves(run_folder) == curves(reference)
+    assert [step for step, _ in scalars(run_folder)["charts/SPS"]] == [
+        step for step, _ in scalars(reference)["charts/SPS"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(script, tmp_path_factory):
+    """The folder of the run that nothing ended, for reading only."""
+    cwd = tmp_path_factory.mktemp("reference")
+    result = execute(script, *SMALL[script], cwd=cwd)
+    assert (result.status, result.stderr) == (0, ""), result
+    return run_folder_in(cwd)
+
+
+@pytest.fixture(scope="module")
+def killed(script, tmp_path_factory):
+    """The folder of a run that was killed between its sixth and seventh checkpoint, for copying."""
+    cwd = tmp_path_factory.mktemp("killed")
+    assert (
+        Run(script, *SMALL[script], cwd=cwd, sabotage=functools.partial(kill_in, "os.replace", 7)).wait().status == -9
+    )
+    folder = run_folder_in(cwd)
+    (folder / "checkpoint_3072.tmp").unlink()
+    return folder
+
+
+@pytest.fixture
+def interrupted(killed, tmp_path):
+    """A copy of `killed` in this test's folder: its path as the command line takes it, and as it is."""
+    name = copy_run(killed, tmp_path)
+    return name, tmp_path / name
+
+
+# The uninterrupted run
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(call, tmp_path, reference, script):
+    assert call(script, *SMALL[script]).status == 0
+    run_folder = run_folder_in(tmp_path)
+    assert_same_run(run_folder, reference)
+    shutil.rmtree(tmp_path / "runs")
+    assert call(script, *SMALL[script], "--seed", "2").status == 0
+    other = curves(run_folder_in(tmp_path))
+    assert other.keys() == curves(reference).keys()
+    assert other["losses/value_loss"] != curves(reference)["losses/value_loss"]
+
+
+def test_the_last_two_checkpoints_are_kept(reference):
+    assert [path.name for path in checkpoints(reference)] == ["checkpoint_4608.pt", "checkpoint_4736.pt"]
+    assert [step for step, _ in scalars(reference)["charts/checkpoint"]] == [*range(0, 4609, 512), 4736]
+    assert not list(reference.glob("*.tmp"))
+
+
+# Kills
+
+LIVES = {  # of a run, each ended by a kill; the next one resumes. A checkpoint is two calls of fsync: file and folder
+    "before the first checkpoint is whole, once begun": [("os.replace", 2)],
+    "before a checkpoint is synced": [("os.fsync", 9)],
+    "before a checkpoint is renamed": [("os.replace", 5)],
+    "when a checkpoint is renamed": [("os.replace", 5, True)],
+    "before old checkpoints are removed": [("pathlib.Path.unlink", 2)],
+    "at once after resuming": [("os.fsync", 9), ("os.fsync", 1), ("os.fsync", 1), ("os.fsync", 6)],
+    "as the curves are copied": [
+        ("os.fsync", 9),
+        ("tensorboard.summary.writer.event_file_writer.EventFileWriter.add_event", 20),
+        ("tensorboard.summary.writer.event_file_writer.EventFileWriter.add_event", 40),
+        ("pathlib.Path.unlink", 1),
+        ("pathlib.Path.unlink", 2),
+        ("pathlib.Path.unlink", 1, True),
+    ],
+    "as the last curves are written": [("os.replace", 12)],
+    "before it says goodbye": [("torch.utils.tensorboard.SummaryWriter.close", 1)],
+}
+
+
+@pytest.mark.parametrize("lives", LIVES.values(), ids=LIVES)
+def test_killed_at_a_certain_moment(call, tmp_path, reference, script, lives):
+    argv = SMALL[script]
+    for moment in lives:
+        assert Run(script, *argv, cwd=tmp_path, sabotage=functools.partial(kill_in, *moment)).wait().status == -9
+        argv = ["--resume", f"runs/{run_folder_in(tmp_path).name}"]
+    result = call(script, *argv)
+    assert (result.status, result.stderr) == (0, "")
+    assert_same_run(run_folder_in(tmp_path), reference)
+
+
+def test_killed_at_any_moment_again_and_again(tmp_path, reference, script):
+    argv, seen = SMALL[script], 0
+    for _ in range(4):
+        run = Run(script, *argv, cwd=tmp_path)
+        wait_for(lambda: (tmp_path / "runs").exists())
+        run_folder = wait_for(lambda: [*(tmp_path / "runs").iterdir()])[0]
+        wait_for(lambda: len(found := checkpoints(run_folder)) and int(found[-1].stem[11:]) >= seen + 512)  # noqa: B023
+        time.sleep(random.uniform(0, 0.06))
+        run.kill()
+        assert run.wait().status == -9
+        seen = int(checkpoints(run_folder)[-1].stem[11:])
+        argv = ["--resume", f"runs/{run_folder.name}"]
+    result = execute(script, *argv, cwd=tmp_path)
+    assert (result.status, result.stderr) == (0, "")
+    assert_same_run(run_folder, reference)
+
+
+def test_a_half_written_point_at_the_end_of_the_log(call, interrupted, reference, script):
+    name, run_folder = interrupted
+    (log,) = run_folder.glob("events.out.tfevents.*")
+    log.write_bytes(log.read_bytes()[:-11])
+    assert call(script, "--resume", name).status == 0
+    assert_same_run(run_folder, reference)
+
+
+# Signals
+
+
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_with_one_line(call, tmp_path, reference, script, signum, status):
+    run = Run(script, *SMALL[script], cwd=tmp_path)
+    wait_for(lambda: [*tmp_path.glob("runs/*/checkpoint_1024.pt")])
+    run.kill(signum)
+    sent = time.monotonic()
+    result = run.wait()
+    assert time.monotonic() - sent < 2
+    run_folder = run_folder_in(tmp_path)
+    resume = f"--resume runs/{run_folder.name}"
+    assert result.status == status
+    assert re.fullmatch(rf"interrupted; [^\n]*{checkpoints(run_folder)[-1].name}[^\n]* {resume}", result.stderr.strip())
+    assert not list(run_folder.glob("*.tmp"))
+    assert call(script, *resume.split()).status == 0
+    assert_same_run(run_folder, reference)
+
+
+# Damage
+
+
+def damage(path, how, reference):
+    data = path.read_bytes()
+    if how == "empty":
+        path.write_bytes(b"")
+    elif how == "truncated":
+        path.write_bytes(data[:-1000])
+    elif how == "garbage":
+        path.write_bytes(random.Random(0).randbytes(len(data)))
+    elif how == "a flipped bit":
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    else:
+        state = load(path)
+        if how == "another script's":
+            state["script"] = "another"
+        elif how == "another environment's":
+            state["args"]["env_id"] = "Another-v1"
+        torch.save(state, path)
+
+
+@pytest.mark.parametrize(
+    "how", ["empty", "truncated", "garbage", "a flipped bit", "another script's", "another environment's"]
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(call, interrupted, reference, script, how):
+    name, run_folder = interrupted
+    before, newest = checkpoints(run_folder)
+    damage(newest, how, reference)
+    result = call(script, "--resume", name)
+    assert result.status == 0
+    assert re.fullmatch(rf"note: [^\n]*{newest.name}[^\n]*{before.name}[^\n]*\n", result.stderr)
+    assert_same_run(run_folder, reference)
+
+
+def test_no_sound_checkpoint_is_a_wrong_call(call, interrupted, tmp_path, script):
+    name, run_folder = interrupted
+    before, newest = checkpoints(run_folder)
+    damage(before, "truncated", None)
+    damage(newest, "a flipped bit", None)
+    files = files_below(tmp_path)
+    for flag in ("--resume", "--evaluate"):
+        result = call(script, flag, name)
+        assert (result.status, result.stdout) == (2, "")
+        assert re.fullmatch(r"error: [^\n]+\n", result.stderr)
+        assert before.name in result.stderr and newest.name in result.stderr
+    assert files_below(tmp_path) == files
+
+
+def test_no_flipped_bit_is_loaded(killed, tmp_path, script):
+    """A flip either is noticed or does not matter (padding)."""
+    module = pkgutil.resolve_name(script)
+    data, sound = checkpoints(killed)[-1].read_bytes(), load(checkpoints(killed)[-1])
+    path, noticed = tmp_path / "checkpoint_1.pt", 0
+    positions = random.Random(0).sample(range(len(data)), 100)
+    for position in positions:
+        path.write_bytes(data[:position] + bytes([data[position] ^ 16]) + data[position + 1 :])
+        try:
+            assert_identical(module.read_checkpoint(path), sound)
+        except ValueError as error:
+            assert path.name in str(error)
+            noticed += 1
+    assert noticed > 0.7 * len(positions)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def test_no_code_in_a_checkpoint_is_run(call, interrupted, tmp_path, reference, script):
+    name, run_folder = interrupted
+    newest = checkpoints(run_folder)[-1]
+    torch.save({**load(newest), "recent_returns": Bomb()}, newest)
+    result = call(script, "--evaluate", f"{name}/{newest.name}")
+    assert result.status == 2 and newest.name in result.stderr
+    result = call(script, "--resume", name)
+    assert result.status == 0 and result.stderr.startswith("note: ")
+    assert not (tmp_path / "exploded").exists()
+    assert_same_run(run_folder, reference)
+
+
+def test_other_files_in_the_run_folder(call, interrupted, reference, script):
+    name, run_folder = interrupted
+    strange = ["checkpoint_3072.tmp", "checkpoint_best.pt", "checkpoint_.pt", "notes.txt"]
+    for file in strange:
+        (run_folder / file).write_text("mine")
+    result = call(script, "--resume", name)
+    assert (result.status, result.stderr) == (0, "")
+    for file in strange[1:]:
+        assert (run_folder / file).read_text() == "mine"
+        (run_folder / file).unlink()
+    assert_same_run(run_folder, reference)
+
+
+# A full disk
+
+
+def test_a_disk_full_from_the_start(tmp_path, script):
+    result = Run(script, *SMALL[script], cwd=tmp_path, sabotage=functools.partial(fill_disk, 0)).wait()
+    assert result.status == 1
+    assert re.fullmatch(r"error: [^\n]+\n", result.stderr)
+    assert not checkpoints(run_folder_in(tmp_path)) and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_disk_that_fills_up(call, tmp_path, reference, script):
+    result = Run(script, *SMALL[script], cwd=tmp_path, sabotage=functools.partial(fill_disk, 5)).wait()
+    run_folder = run_folder_in(tmp_path)
+    resume = f"--resume runs/{run_folder.name}"
+    assert result.status == 1
+    assert re.fullmatch(rf"error: [^\n]*checkpoint_2048.pt[^\n]* {resume}\n", result.stderr)
+    assert [path.name for path in checkpoints(run_folder)] == ["checkpoint_1536.pt", "checkpoint_2048.pt"]
+    assert not list(run_folder.glob("*.tmp"))
+    # still full: what is there must survive the attempt
+    result = Run(script, *resume.split(), cwd=tmp_path, sabotage=functools.partial(fill_disk, 0)).wait()
+    assert result.status == 1
+    assert re.fullmatch(rf"error: [^\n]*checkpoint_2048.pt[^\n]* {resume}\n", result.stderr)
+    result = call(script, *resume.split())
+    assert (result.status, result.stderr) == (0, "")
+    assert_same_run(run_folder, reference)
+
+
+# Resuming what was not interrupted, and with other flags
+
+
+def test_resuming_a_finished_run_evaluates_again(call, tmp_path, reference, script):
+    name = copy_run(reference, tmp_path)
+    first, again = (call(script, "--resume", name) for _ in range(2))
+    assert (first.status, first.stderr) == (0, "")
+    assert first == again and "evaluation: " in first.stdout
+    assert_same_run(tmp_path / name, reference)
+
+
+def test_a_finished_run_goes_on_with_more_steps(call, tmp_path, reference, script):
+    name = copy_run(reference, tmp_path)
+    result = call(script, "--resume", name, "--total-timesteps", "5120")
+    assert result.status == 0
+    assert re.fullmatch(r"note: [^\n]*total_timesteps 4736 -> 5120[^\n]*\n", result.stderr)
+    run_folder = tmp_path / name
+    assert [path.name for path in checkpoints(run_folder)] == ["checkpoint_4736.pt", "checkpoint_5120.pt"]
+    assert json.loads((run_folder / "args.json").read_text())["total_timesteps"] == 5120
+    before, after = scalars(reference), scalars(run_folder)
+    for tag, points in before.items():
+        if tag != "eval/episodic_return":
+            assert after[tag][: len(points)] == points
+    assert [step for step, _ in after["charts/learning_rate"]] == list(range(64, 5121, 64))
+    assert [step for step, _ in after["eval/episodic_return"]] == [5120]
+
+
+def test_changed_flags_are_said(call, interrupted, script):
+    name, run_folder = interrupted
+    result = call(script, "--resume", name, "--learning-rate", "1e-4", "--gamma", "0.9", "--exp-name", script)
+    assert result.status == 0
+    assert re.fullmatch(r"note: [^\n]*\n", result.stderr)
+    for words in ("learning_rate", "0.0001", "gamma 0.99 -> 0.9"):
+        assert words in result.stderr
+    for words in ("resume", "exp_name", "seed"):
+        assert words not in result.stderr
+    assert load(checkpoints(run_folder)[-1])["args"]["gamma"] == 0.9
+
+
+# Weights and Biases
+
+
+def history(path):
+    """The points in a .wandb file: {(tag, step): [value, ...]}. The file is a LevelDB log after seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, record, points = path.read_bytes(), 7, b"", {}
+    while position + 7 <= len(data):
+        if (room := 32768 - position % 32768) < 7:
+            position += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        record = (record if kind in (3, 4) else b"") + data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4) and (parsed := Record.FromString(record)).WhichOneof("record_type") == "history":
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in parsed.history.item}
+            for tag, value in row.items():
+                points.setdefault((tag, row["global_step"]), []).append(value)
+    return points
+
+
+def test_tracking_has_each_point_once_also_after_a_kill(tmp_path, script):
+    argv = [*SMALL[script], "--total-timesteps", "1536", "--track"]
+    env = {"WANDB_MODE": "offline"}
+    result = Run(script, *argv, cwd=tmp_path, env=env, sabotage=functools.partial(kill_in, "os.replace", 3)).wait()
+    assert result == Result(-9, result.stdout, "")
+    run_folder = run_folder_in(tmp_path)
+    result = Run(script, "--resume", f"runs/{run_folder.name}", cwd=tmp_path, env=env).wait()
+    assert (result.status, result.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    (path,) = run_folder.rglob("*.wandb")
+    tracked, logged = history(path), scalars(run_folder)
+    for tag, points in logged.items():
+        for step, value in points:
+            assert tracked[tag, step] == [pytest.approx(value, rel=1e-6)], (tag, step)
+    assert {tag for tag, _ in tracked if "/" in tag} == set(logged)
+    assert sum("/" in tag for tag, _ in tracked) == sum(len(points) for points in logged.values())
