@@ -229,8 +229,10 @@ def check_services(args: Args) -> None:
     on_gpu = args.cuda and torch.cuda.is_available()
     if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
-    if args.cuda and args.strict_cuda and not on_gpu:
-        fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
+    if args.cuda and not on_gpu:
+        if args.strict_cuda:
+            fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
+        print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
     if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
 
@@ -249,8 +251,6 @@ def choose_device(args: Args) -> torch.device:
     """The device of the networks, set up as the arguments say."""
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.cuda and not torch.cuda.is_available():
-        print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 

@@ -4,8 +4,8 @@
     python benchmark/speed.py --scripts ppo_continuous --full     # whole runs of 1M steps: about half an hour
 
 Steady speed is measured from the end of the warm-up to the end of training, by the time stamps of the TensorBoard
-points (ours) or by what peers.py prints; wall time is that of the whole process. The runs are interleaved (A B C A B C):
-a machine's speed drifts, a ratio less so. Prints a markdown table and appends every run to benchmark/results/speed.csv.
+points (ours) or by what peers.py prints; wall time is the whole process's. The runs are interleaved (A B C A B C): a
+machine's speed drifts, a ratio less so. Prints a markdown table and appends every run to benchmark/results/speed.csv.
 """
 
 import argparse

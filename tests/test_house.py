@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NAMES = ["a2c_atari", "a3c_atari", "ppo_continuous", "dqn_per_atari", "qmix_smac"]
 SCRIPTS = [ROOT / f"{name}.py" for name in NAMES if (ROOT / f"{name}.py").exists()]
-OWN = {"Args", "Agent", "train", "make_env", "make_envs", "evaluate"}  # what differs from script to script
+OWN = {"Args", "Agent", "train", "make_env", "make_envs", "evaluate", "main"}  # what differs from script to script
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
 
