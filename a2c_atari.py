@@ -73,6 +73,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 import zipfile
 from collections import deque
@@ -220,6 +221,8 @@ def parse_args() -> tuple[Args, dict | None]:
     args, checkpoint = parse(Args()), None
     if args.resume and args.evaluate:
         fail("--resume and --evaluate exclude each other")
+    if Path(args.resume).is_file():
+        fail(f"--resume takes a run folder, not a file: --resume {Path(args.resume).parent}")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args.resume or args.evaluate)
         saved = checkpoint["args"]
@@ -227,8 +230,9 @@ def parse_args() -> tuple[Args, dict | None]:
         if args.env_id != saved["env_id"]:
             fail(f"{args.resume or args.evaluate} was trained on {saved['env_id']}, not on {args.env_id}")
         changed = [f"{name} {saved[name]} -> {value}" for name, value in vars(args).items() if value != saved[name]]
-        if args.resume and len(changed) > 1:
-            print(f"note: not the same run bit for bit: {', '.join(changed[:-1])}", file=sys.stderr)
+        changed = [change for change in changed if not change.startswith(("resume ", "evaluate "))]
+        if args.resume and changed:
+            print(f"note: other arguments than the run began with: {', '.join(changed)}", file=sys.stderr)
     return args, checkpoint
 
 
@@ -531,13 +535,15 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> list[float]:
 
 def checkpoints(run_folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted(run_folder.glob("checkpoint_*.pt"), key=lambda path: int(path.stem.split("_")[1]))
+    found = [path for path in run_folder.glob("checkpoint_*.pt") if path.stem[11:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.stem[11:]))
 
 
-def write_atomically(path: Path, state: dict) -> None:
-    """Save `state` so that `path` holds all of it or is not there: a temporary name, a sync, then a rename."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
+def write_atomically(path: Path, content: dict | str) -> None:
+    """Write a checkpoint or a text so that `path` holds all of it or is not there: another name, a sync, a rename."""
+    buffer = io.BytesIO(content.encode() if isinstance(content, str) else b"")
+    if isinstance(content, dict):
+        torch.save(content, buffer)
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -571,7 +577,7 @@ def read_checkpoint(path: Path) -> dict:
         raise ValueError(f"{path} is damaged or no checkpoint") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("script") != SCRIPT:
         raise ValueError(f"{path} is no checkpoint of {SCRIPT}.py")
-    if (path.parent / "args.json").exists():
+    with contextlib.suppress(OSError):
         env_id = json.loads((path.parent / "args.json").read_text())["env_id"]
         if checkpoint["args"]["env_id"] != env_id:
             raise ValueError(f"{path} is a checkpoint of {checkpoint['args']['env_id']} in a run of {env_id}")
@@ -609,6 +615,9 @@ class Interrupted(BaseException):
 
 
 def interrupt(signum: int, frame: object) -> NoReturn:
+    """The handler of both signals: the first one ends the run, further ones change nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Interrupted(signum)
 
 
@@ -668,6 +677,8 @@ def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> Summa
         # This is sync_tensorboard. Trap: without save=False, W&B links the run folder into a folder of the run folder,
         # follows the link, and logs every point again and again.
         wandb.tensorboard.patch(save=False, root_logdir=str(run_folder), pytorch=True)
+    # On a full disk TensorBoard's thread fails with a traceback, and then the next call, whose one line is enough
+    threading.excepthook = lambda failure: failure.exc_type is OSError or threading.__excepthook__(failure)
     writer = SummaryWriter(str(run_folder), flush_secs=10)
     if resumed_step is None:
         rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
@@ -860,7 +871,8 @@ def main() -> None:
     try:
         args, checkpoint = parse_args()
         args.check()
-        check_services(args)
+        if not args.evaluate:
+            check_services(args)
         make_envs(args, 1).close()  # says what is wrong with the game before anything is written
         if args.evaluate:
             path = Path(args.evaluate)
@@ -869,7 +881,7 @@ def main() -> None:
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_folder = Path(args.resume or f"runs/{run_name}")
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        (run_folder / "args.json").write_text(json.dumps(vars(args) | {"resume": "", "evaluate": ""}, indent=2))
+        write_atomically(run_folder / "args.json", json.dumps(vars(args) | {"resume": "", "evaluate": ""}, indent=2))
         print(f"run folder: {run_folder}", flush=True)
         train(args, run_folder, checkpoint)
     except Interrupted as interrupted:

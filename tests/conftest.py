@@ -20,9 +20,10 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-# For each script a run of a second: two environments, nine checkpoints and one at the end, eighteen whole episodes.
+# For each script a run of half a second. In every one: checkpoints at 0, 512, ... 4608 and, at the end, 4736 steps; two
+# environments with whole episodes between the checkpoints.
 SMALL = {
-    "ppo_continuous": "--env-id Pendulum-v1 --num-envs 2 --num-steps 32 --num-minibatches 4 --update-epochs 2 "
+    "ppo_continuous": "--env-id Pendulum-v1 --num-envs 2 --num-steps 64 --num-minibatches 2 --update-epochs 2 "
     "--total-timesteps 4736 --checkpoint-interval 512 --eval-episodes 2".split(),
 }
 
@@ -147,7 +148,12 @@ def load(path):
 
 def checkpoints(run_folder):
     """The checkpoints of a run, oldest first."""
-    return sorted(run_folder.glob("checkpoint_*.pt"), key=lambda path: int(path.stem.removeprefix("checkpoint_")))
+    return sorted(run_folder.glob("checkpoint_*.pt"), key=step_of)
+
+
+def step_of(checkpoint):
+    """The step at which a checkpoint was written."""
+    return int(checkpoint.stem.removeprefix("checkpoint_"))
 
 
 def scalars(run_folder):

@@ -38,7 +38,7 @@ WRONG_OF = {
         "version gone": ("--env-id HalfCheetah-v3", "HalfCheetah-v3"),
         "version gone with MuJoCo 2": ("--env-id Pusher-v4", "Pusher-v4"),
         "discrete actions": ("--env-id CartPole-v1", "CartPole-v1 discrete a2c_atari.py dqn_per_atari.py"),
-        "indivisible batch": ("--num-minibatches 7", "--num-minibatches 7 64"),
+        "indivisible batch": ("--num-minibatches 7", "--num-minibatches 7 128"),
         "empty minibatches": ("--num-envs 1 --num-steps 16 --num-minibatches 32", "--num-minibatches 32 16"),
         "not one batch": ("--num-steps 4096", "--total-timesteps 4736 8192"),
         "gamma above 1": ("--gamma 1.001", "--gamma 1.001"),
@@ -110,7 +110,7 @@ def test_a_number_that_makes_no_sense_is_refused(call, tmp_path, script, name):
 
 
 def test_the_limits_of_the_ranges_are_accepted(call, script):
-    assert call(script, *SMALL[script], "--total-timesteps", "64", *LIMITS[script].split()).status == 0
+    assert call(script, *SMALL[script], "--total-timesteps", "128", *LIMITS[script].split()).status == 0
 
 
 def test_a_program_refuses_a_wrong_call_as_well(tmp_path, script):
@@ -216,7 +216,7 @@ def test_a_file_cannot_be_resumed(call, finished, tmp_path, script):
     _, run_folder = finished
     for path in (run_folder / "model.pt", checkpoints(run_folder)[-1]):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-        assert_refused(call(script, "--resume", path.name), path.name)
+        assert_refused(call(script, "--resume", path.name), "--resume", "folder")
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -286,7 +286,7 @@ def test_the_files_of_a_run(finished, script):
     assert rates[0] == pytest.approx(args["learning_rate"]) and np.all(np.diff(rates) < 0)
     returns = points["charts/episodic_return"]
     assert [step for step, _ in returns] == [step for step, _ in points["charts/episodic_length"]]
-    assert model["args"]["num_envs"] * 9 == len(returns) == len(checkpoint["recent_returns"])
+    assert len(returns) == len(checkpoint["recent_returns"]) >= 18
     ((step, value),) = points["eval/episodic_return"]
     assert step == args["total_timesteps"]
     assert value == pytest.approx(float(re.search(SCORE, result.stdout)[1]), abs=0.01)
@@ -348,7 +348,7 @@ def test_evaluation_asks_for_no_login_and_no_device(call, finished, tmp_path, mo
 
 def test_films_move(tmp_path, script):
     moviepy = pytest.importorskip("moviepy")
-    flags = "--total-timesteps 512 --eval-episodes 1 --capture-video".split()
+    flags = "--total-timesteps 256 --eval-episodes 1 --capture-video".split()
     result = Run(script, *SMALL[script], *flags, cwd=tmp_path).wait()
     assert (result.status, result.stderr) == (0, "")
     assert re.sub(SCORE, "", result.stdout).count("\n") == len(re.findall(PROGRESS, result.stdout)) + 1
@@ -357,7 +357,7 @@ def test_films_move(tmp_path, script):
     for kind in ("evaluation", "train"):
         with moviepy.VideoFileClip(next(str(video) for video in videos if video.name.startswith(kind))) as film:
             frames = np.stack([frame for frame in film.iter_frames()][::20])
-        assert len(frames) == 10
+        assert len(frames) >= 5
         assert frames.max() > 200 and frames.min() < 50
         assert all((before != after).any() for before, after in pairwise(frames))
 
