@@ -129,9 +129,9 @@ class Args:
     """the user or organisation on the Hugging Face hub (default: yours)"""
     checkpoint_interval: int = 500_000
     """agent steps between checkpoints (each begins all games anew, see the title)"""
-    resume: str = ""
+    resume: str | None = None
     """a run folder: go on from its newest checkpoint, with its arguments where none are given here"""
-    evaluate: str = ""
+    evaluate: str | None = None
     """a checkpoint, a model.pt or a run folder: do not train, play `--eval-episodes` episodes with it"""
     eval_episodes: int = 10
     """whole games played at the end of training, or by `--evaluate`"""
@@ -216,23 +216,26 @@ def parse_args() -> tuple[Args, dict | None]:
             if not exit_.code:  # --help
                 raise
         lines = [line.strip(" │╭╮╰╯─") for line in console.getvalue().splitlines()[1:]]  # tyro draws a box
-        fail(" ".join(line for line in lines if line.strip("-") and not line.startswith("For full helptext")))
+        text = " ".join(line for line in lines if line.strip("-"))
+        fail(re.split("For full helptext|Argument helptext", text)[0])
 
-    args, checkpoint = parse(Args()), None
-    if args.resume and args.evaluate:
+    args = parse(Args())
+    if args.resume is None and args.evaluate is None:
+        return args, None
+    if args.resume is not None and args.evaluate is not None:
         fail("--resume and --evaluate exclude each other")
-    if Path(args.resume).is_file():
-        fail(f"--resume takes a run folder, not a file: --resume {Path(args.resume).parent}")
-    if args.resume or args.evaluate:
-        checkpoint = load_checkpoint(args.resume or args.evaluate)
-        saved = checkpoint["args"]
-        args = parse(Args(**saved))
-        if args.env_id != saved["env_id"]:
-            fail(f"{args.resume or args.evaluate} was trained on {saved['env_id']}, not on {args.env_id}")
-        changed = [f"{name} {saved[name]} -> {value}" for name, value in vars(args).items() if value != saved[name]]
-        changed = [change for change in changed if not change.startswith(("resume ", "evaluate "))]
-        if args.resume and changed:
-            print(f"note: other arguments than the run began with: {', '.join(changed)}", file=sys.stderr)
+    name = args.evaluate if args.resume is None else args.resume
+    if name == args.resume and Path(name).is_file():
+        fail(f"--resume takes a run folder, and {name} is a file")
+    checkpoint = load_checkpoint(name)
+    saved = {key: value for key, value in checkpoint["args"].items() if key in vars(args)}
+    args = parse(Args(**saved))
+    if args.env_id != saved["env_id"]:
+        fail(f"{name} was trained on {saved['env_id']}, not on {args.env_id}")
+    changed = [f"{key} {value} -> {getattr(args, key)}" for key, value in saved.items() if value != getattr(args, key)]
+    changed = [change for change in changed if not change.startswith(("resume ", "evaluate "))]
+    if args.resume and changed:
+        print(f"note: other arguments than the run began with: {', '.join(changed)}", file=sys.stderr)
     return args, checkpoint
 
 
@@ -575,7 +578,8 @@ def read_checkpoint(path: Path) -> dict:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"{path} is damaged or no checkpoint") from error
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != SCRIPT:
+    parts = set(checkpoint) if isinstance(checkpoint, dict) else set()
+    if not parts >= {"script", "args", "global_step", "agent"} or checkpoint["script"] != SCRIPT:
         raise ValueError(f"{path} is no checkpoint of {SCRIPT}.py")
     with contextlib.suppress(OSError):
         env_id = json.loads((path.parent / "args.json").read_text())["env_id"]
@@ -587,8 +591,8 @@ def read_checkpoint(path: Path) -> dict:
 def load_checkpoint(name: str) -> dict:
     """The checkpoint or model in a file, or the newest sound checkpoint of a run folder; damaged ones are named."""
     path = Path(name)
-    if not path.exists():
-        fail(f"there is no {name}")
+    if not name or not path.exists():
+        fail(f"there is no file or folder {name!r}")
     problems = []
     for candidate in reversed(checkpoints(path)) if path.is_dir() else [path]:
         try:
@@ -602,12 +606,12 @@ def load_checkpoint(name: str) -> dict:
     fail("; ".join(problems) or f"{name} holds no checkpoint of {SCRIPT}.py")
 
 
-def how_to_resume(run_folder: Path) -> str:
-    """What to tell the user of a run that ends before its time."""
-    if not checkpoints(run_folder):
-        return "there is no checkpoint yet"
+def how_to_resume(run_folder: Path | None) -> str:
+    """What to add to the message of a run that ends before its time."""
+    if run_folder is None or not checkpoints(run_folder):
+        return ""
     newest = checkpoints(run_folder)[-1]
-    return f"the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {run_folder}"
+    return f"; the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {run_folder}"
 
 
 class Interrupted(BaseException):
@@ -616,8 +620,8 @@ class Interrupted(BaseException):
 
 def interrupt(signum: int, frame: object) -> NoReturn:
     """The handler of both signals: the first one ends the run, further ones change nothing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: None)  # Trap: SIG_IGN complains of a second signal that has just arrived
     raise Interrupted(signum)
 
 
@@ -671,7 +675,6 @@ def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> Summa
             name=run_folder.name,
             config=vars(args),
             dir=run_folder,
-            monitor_gym=args.capture_video,
             settings=wandb.Settings(silent=True, console="off"),
         )
         # This is sync_tensorboard. Trap: without save=False, W&B links the run folder into a folder of the run folder,
@@ -693,6 +696,16 @@ def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> Summa
     for path in old_files:
         path.unlink()
     return writer
+
+
+def finish_tracking(run_folder: Path) -> None:
+    """Send the videos to W&B and end its run. (Its own `monitor_gym` fails with gymnasium 1.)"""
+    import wandb
+
+    films = sorted((run_folder / "videos").glob("*.mp4"))
+    if films:
+        wandb.log({f"videos/{path.stem}": wandb.Video(str(path), format="mp4") for path in films})
+    wandb.finish()
 
 
 def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
@@ -724,10 +737,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
     T, N = args.num_steps, args.num_envs
     batch_size = T * N
-    num_iterations = math.ceil(args.total_timesteps / batch_size)
-    if num_iterations * batch_size != args.total_timesteps:
-        total = f"{num_iterations * batch_size:,} ({num_iterations:,} batches of {batch_size:,})"
-        print(f"note: {args.total_timesteps:,} steps are rounded up to {total}", file=sys.stderr)
+    global_step = checkpoint["global_step"] if checkpoint else 0
+    last_step = global_step + math.ceil((args.total_timesteps - global_step) / batch_size) * batch_size
+    if last_step != args.total_timesteps:
+        batches = f"{last_step // batch_size:,} batches of {batch_size:,}"
+        print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({batches})", file=sys.stderr)
     device = choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the actions
@@ -737,9 +751,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     theta, grad = flatten_parameters(agent)
     square_avg = torch.zeros_like(theta) if args.torch_rmsprop else torch.ones_like(theta)
     recent_returns = deque(maxlen=100)
-    global_step = iteration = 0
+    updates = 0
     if checkpoint:
-        global_step, iteration = checkpoint["global_step"], checkpoint["iteration"]
+        updates = checkpoint["updates"]
         agent.load_state_dict(checkpoint["agent"])  # in place: the parameters remain views of theta
         square_avg.copy_(checkpoint["square_avg"])
         rng.bit_generator.state = checkpoint["rng"]
@@ -749,7 +763,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     def model() -> dict:
         return {
             "script": SCRIPT,
-            "args": vars(args) | {"resume": "", "evaluate": ""},
+            "args": vars(args) | {"resume": None, "evaluate": None},
             "global_step": global_step,
             "agent": agent.state_dict(),
         }
@@ -759,7 +773,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         writer.add_scalar("charts/checkpoint", global_step, global_step)
         writer.flush()
         rest = {
-            "iteration": iteration,
+            "updates": updates,
             "square_avg": square_avg,
             "rng": rng.bit_generator.state,
             "recent_returns": list(recent_returns),
@@ -769,19 +783,19 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     writer = make_writer(args, run_folder, global_step if checkpoint else None)
     if not checkpoint:
         save()
-    progress = Progress(global_step, num_iterations * batch_size)
+    progress = Progress(global_step, last_step)
 
     actions = np.zeros((T, N), int)
     chosen, rewards, values, next_values = (np.zeros((T, N), np.float32) for _ in range(4))
     terminations, truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
     pixels = None
 
-    while iteration < num_iterations:
+    while global_step < last_step:
         if pixels is None:  # at the start and after each checkpoint
             seeds = reset_seeds(args.seed, global_step, num=N)
             pixels = games.reset(seeds)
             first_game, first_step = [] if args.capture_video else None, global_step
-        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
+        learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
 
         # Collect T steps in each game with the policy held fixed: [A3C] Alg. S3, the inner "repeat"
         rollout = []
@@ -827,9 +841,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
         grad.mul_((args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         rmsprop_step(theta, grad, square_avg, learning_rate, args)
-        iteration += 1
+        updates += 1
 
-        if iteration % args.log_interval == 0 or iteration == num_iterations:
+        if updates % args.log_interval == 0 or global_step == last_step:
             policy_loss, value_loss, entropy = parts
             scalars = {
                 "charts/learning_rate": learning_rate,
@@ -858,37 +872,43 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         upload_model(args, run_folder, returns)
     writer.close()
     if args.track:
-        import wandb
-
-        wandb.finish()
+        finish_tracking(run_folder)
 
 
 def main() -> None:
     """Evaluate a checkpoint, go on with a run, or start a new one."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, interrupt)
-    run_folder = Path("runs")
+    run_folder = None
     try:
         args, checkpoint = parse_args()
         args.check()
-        if not args.evaluate:
-            check_services(args)
-        make_envs(args, 1).close()  # says what is wrong with the game before anything is written
+        make_envs(args, 1).close()  # what is wrong with the game is said before anything is written
         if args.evaluate:
             path = Path(args.evaluate)
             evaluate(args, checkpoint, path if path.is_dir() else path.parent)
             return
+        check_services(args)
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_folder = Path(args.resume or f"runs/{run_name}")
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        write_atomically(run_folder / "args.json", json.dumps(vars(args) | {"resume": "", "evaluate": ""}, indent=2))
+        write_atomically(
+            run_folder / "args.json", json.dumps(vars(args) | {"resume": None, "evaluate": None}, indent=2)
+        )
         print(f"run folder: {run_folder}", flush=True)
         train(args, run_folder, checkpoint)
     except Interrupted as interrupted:
-        print(f"\ninterrupted; {how_to_resume(run_folder)}", file=sys.stderr)
-        sys.exit(128 + interrupted.args[0])
+        status = 128 + interrupted.args[0]
+        print(
+            ("\n" if sys.stdout.isatty() else "") + f"interrupted{how_to_resume(run_folder)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].finish(exit_code=status)
+        os._exit(status)  # at once, whatever compilers and other threads are at
     except (FloatingPointError, OSError) as error:
-        fail(f"{error}; {how_to_resume(run_folder)}", status=1)
+        fail(f"{error}{how_to_resume(run_folder)}", status=1)
 
 
 if __name__ == "__main__":

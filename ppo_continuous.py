@@ -64,6 +64,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -122,9 +123,9 @@ class Args:
     """the user or organisation on the Hugging Face hub (default: yours)"""
     checkpoint_interval: int = 100_000
     """agent steps between checkpoints (each is also a reset of the environments, see the title)"""
-    resume: str = ""
+    resume: str | None = None
     """a run folder: go on from its newest checkpoint, with its arguments where none are given here"""
-    evaluate: str = ""
+    evaluate: str | None = None
     """a checkpoint, a model.pt or a run folder: do not train, play `--eval-episodes` episodes with it"""
     eval_episodes: int = 10
     """episodes played with the mean action at the end of training, or by `--evaluate`"""
@@ -209,23 +210,26 @@ def parse_args() -> tuple[Args, dict | None]:
             if not exit_.code:  # --help
                 raise
         lines = [line.strip(" │╭╮╰╯─") for line in console.getvalue().splitlines()[1:]]  # tyro draws a box
-        fail(" ".join(line for line in lines if line.strip("-") and not line.startswith("For full helptext")))
+        text = " ".join(line for line in lines if line.strip("-"))
+        fail(re.split("For full helptext|Argument helptext", text)[0])
 
-    args, checkpoint = parse(Args()), None
-    if args.resume and args.evaluate:
+    args = parse(Args())
+    if args.resume is None and args.evaluate is None:
+        return args, None
+    if args.resume is not None and args.evaluate is not None:
         fail("--resume and --evaluate exclude each other")
-    if Path(args.resume).is_file():
-        fail(f"--resume takes a run folder, not a file: --resume {Path(args.resume).parent}")
-    if args.resume or args.evaluate:
-        checkpoint = load_checkpoint(args.resume or args.evaluate)
-        saved = checkpoint["args"]
-        args = parse(Args(**saved))
-        if args.env_id != saved["env_id"]:
-            fail(f"{args.resume or args.evaluate} was trained on {saved['env_id']}, not on {args.env_id}")
-        changed = [f"{name} {saved[name]} -> {value}" for name, value in vars(args).items() if value != saved[name]]
-        changed = [change for change in changed if not change.startswith(("resume ", "evaluate "))]
-        if args.resume and changed:
-            print(f"note: other arguments than the run began with: {', '.join(changed)}", file=sys.stderr)
+    name = args.evaluate if args.resume is None else args.resume
+    if name == args.resume and Path(name).is_file():
+        fail(f"--resume takes a run folder, and {name} is a file")
+    checkpoint = load_checkpoint(name)
+    saved = {key: value for key, value in checkpoint["args"].items() if key in vars(args)}
+    args = parse(Args(**saved))
+    if args.env_id != saved["env_id"]:
+        fail(f"{name} was trained on {saved['env_id']}, not on {args.env_id}")
+    changed = [f"{key} {value} -> {getattr(args, key)}" for key, value in saved.items() if value != getattr(args, key)]
+    changed = [change for change in changed if not change.startswith(("resume ", "evaluate "))]
+    if args.resume and changed:
+        print(f"note: other arguments than the run began with: {', '.join(changed)}", file=sys.stderr)
     return args, checkpoint
 
 
@@ -284,8 +288,10 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
         env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
     except gym.error.UnregisteredEnv:
         nearest = difflib.get_close_matches(env_id, gym.registry, n=3, cutoff=0.5)
-        fail(f"there is no environment {env_id}" + (f"; the nearest names: {', '.join(nearest)}" if nearest else ""))
-    except (ImportError, gym.error.DependencyNotInstalled) as error:
+        hint = f"; the nearest names: {', '.join(nearest)}" if nearest else ""
+        atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
+        fail(f"there is no environment {env_id}" + ("; for Atari: a2c_atari.py" if atari else hint))
+    except (ModuleNotFoundError, gym.error.DependencyNotInstalled) as error:
         fail(f"{env_id} needs a package: {error}")
     except Exception as error:
         fail(f"{env_id} cannot be made: {error}")
@@ -610,7 +616,8 @@ def read_checkpoint(path: Path) -> dict:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"{path} is damaged or no checkpoint") from error
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != SCRIPT:
+    parts = set(checkpoint) if isinstance(checkpoint, dict) else set()
+    if not parts >= {"script", "args", "global_step", "agent"} or checkpoint["script"] != SCRIPT:
         raise ValueError(f"{path} is no checkpoint of {SCRIPT}.py")
     with contextlib.suppress(OSError):
         env_id = json.loads((path.parent / "args.json").read_text())["env_id"]
@@ -622,8 +629,8 @@ def read_checkpoint(path: Path) -> dict:
 def load_checkpoint(name: str) -> dict:
     """The checkpoint or model in a file, or the newest sound checkpoint of a run folder; damaged ones are named."""
     path = Path(name)
-    if not path.exists():
-        fail(f"there is no {name}")
+    if not name or not path.exists():
+        fail(f"there is no file or folder {name!r}")
     problems = []
     for candidate in reversed(checkpoints(path)) if path.is_dir() else [path]:
         try:
@@ -637,12 +644,12 @@ def load_checkpoint(name: str) -> dict:
     fail("; ".join(problems) or f"{name} holds no checkpoint of {SCRIPT}.py")
 
 
-def how_to_resume(run_folder: Path) -> str:
-    """What to tell the user of a run that ends before its time."""
-    if not checkpoints(run_folder):
-        return "there is no checkpoint yet"
+def how_to_resume(run_folder: Path | None) -> str:
+    """What to add to the message of a run that ends before its time."""
+    if run_folder is None or not checkpoints(run_folder):
+        return ""
     newest = checkpoints(run_folder)[-1]
-    return f"the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {run_folder}"
+    return f"; the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {run_folder}"
 
 
 class Interrupted(BaseException):
@@ -651,8 +658,8 @@ class Interrupted(BaseException):
 
 def interrupt(signum: int, frame: object) -> NoReturn:
     """The handler of both signals: the first one ends the run, further ones change nothing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: None)  # Trap: SIG_IGN complains of a second signal that has just arrived
     raise Interrupted(signum)
 
 
@@ -706,7 +713,6 @@ def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> Summa
             name=run_folder.name,
             config=vars(args),
             dir=run_folder,
-            monitor_gym=args.capture_video,
             settings=wandb.Settings(silent=True, console="off"),
         )
         # This is sync_tensorboard. Trap: without save=False, W&B links the run folder into a folder of the run folder,
@@ -728,6 +734,16 @@ def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> Summa
     for path in old_files:
         path.unlink()
     return writer
+
+
+def finish_tracking(run_folder: Path) -> None:
+    """Send the videos to W&B and end its run. (Its own `monitor_gym` fails with gymnasium 1.)"""
+    import wandb
+
+    films = sorted((run_folder / "videos").glob("*.mp4"))
+    if films:
+        wandb.log({f"videos/{path.stem}": wandb.Video(str(path), format="mp4") for path in films})
+    wandb.finish()
 
 
 def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
@@ -759,17 +775,18 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
     T, N = args.num_steps, args.num_envs
     batch_size = T * N
-    num_iterations = math.ceil(args.total_timesteps / batch_size)
-    if num_iterations * batch_size != args.total_timesteps:
-        total = f"{num_iterations * batch_size:,} ({num_iterations:,} batches of {batch_size:,})"
-        print(f"note: {args.total_timesteps:,} steps are rounded up to {total}", file=sys.stderr)
+    global_step = checkpoint["global_step"] if checkpoint else 0
+    last_step = global_step + math.ceil((args.total_timesteps - global_step) / batch_size) * batch_size
+    if last_step != args.total_timesteps:
+        batches = f"{last_step // batch_size:,} batches of {batch_size:,}"
+        print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({batches})", file=sys.stderr)
     device = choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the noise and the minibatches
 
     envs = [make_env(args.env_id, render=args.capture_video and i == 0) for i in range(N)]
     if args.capture_video:
-        envs[0] = record(envs[0], run_folder, f"train-from-{checkpoint['global_step'] if checkpoint else 0}")
+        envs[0] = record(envs[0], run_folder, f"train-from-{global_step}")
     low, high = envs[0].action_space.low, envs[0].action_space.high
     obs_dim, action_dim = len(envs[0].observation_space.low), len(low)
 
@@ -778,9 +795,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     exp_avg, exp_avg_sq = torch.zeros_like(theta), torch.zeros_like(theta)
     obs_stats, return_stats = RunningMeanStd((obs_dim,)), RunningMeanStd(())
     recent_returns = deque(maxlen=100)
-    global_step = iteration = adam_steps = 0
+    adam_steps = 0
     if checkpoint:
-        global_step, iteration, adam_steps = (checkpoint[key] for key in ("global_step", "iteration", "adam_steps"))
+        adam_steps = checkpoint["adam_steps"]
         agent.load_state_dict(checkpoint["agent"])  # in place: the parameters remain views of theta
         exp_avg.copy_(checkpoint["exp_avg"])
         exp_avg_sq.copy_(checkpoint["exp_avg_sq"])
@@ -792,7 +809,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     def model() -> dict:
         return {
             "script": SCRIPT,
-            "args": vars(args) | {"resume": "", "evaluate": ""},
+            "args": vars(args) | {"resume": None, "evaluate": None},
             "global_step": global_step,
             "agent": agent.state_dict(),
             "obs_stats": obs_stats.state_dict(),
@@ -803,7 +820,6 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         writer.add_scalar("charts/checkpoint", global_step, global_step)
         writer.flush()
         rest = {
-            "iteration": iteration,
             "adam_steps": adam_steps,
             "exp_avg": exp_avg,
             "exp_avg_sq": exp_avg_sq,
@@ -816,7 +832,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     writer = make_writer(args, run_folder, global_step if checkpoint else None)
     if not checkpoint:
         save()
-    progress = Progress(global_step, num_iterations * batch_size)
+    progress = Progress(global_step, last_step)
 
     if args.compile:
         for tensor in (theta, exp_avg, exp_avg_sq):  # for CUDA graphs: these stay where they are
@@ -836,14 +852,14 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     raw_obs = np.zeros((N, obs_dim))
     next_obs = None
 
-    while iteration < num_iterations:
+    while global_step < last_step:
         if next_obs is None:  # at the start and after each checkpoint
             for i, env_seed in enumerate(reset_seeds(args.seed, global_step, num=N)):
                 raw_obs[i], _ = envs[i].reset(seed=env_seed)
             obs_stats.update(raw_obs)
             next_obs = obs_stats.normalise(raw_obs)  # (N, D)
             discounted_return, episodic_returns, episodic_lengths = np.zeros(N), np.zeros(N), np.zeros(N, int)
-        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
+        learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
 
         # Collect T steps in each environment with the policy held fixed: [PPO] Alg. 1, line 3
         mean_action = agent.numpy_actor()
@@ -913,7 +929,6 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             old_approx_kl, approx_kl = -logratios.mean(), (logratios.exp() - 1 - logratios).mean()
             if args.target_kl is not None and approx_kl > args.target_kl:
                 break
-        iteration += 1
 
         policy_loss, value_loss, entropy, logratios, grad_norm = map(torch.stack, zip(*details))
         if not grad_norm.isfinite().all():
@@ -949,39 +964,44 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         upload_model(args, run_folder, returns)
     writer.close()
     if args.track:
-        import wandb
-
-        wandb.finish()
+        finish_tracking(run_folder)
 
 
 def main() -> None:
     """Evaluate a checkpoint, go on with a run, or start a new one."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, interrupt)
-    run_folder = Path("runs")
+    run_folder = None
     try:
         args, checkpoint = parse_args()
         args.check()
-        if not args.evaluate:
-            check_services(args)
-        make_env(
-            args.env_id, render=args.capture_video
-        ).close()  # what is wrong with it is said before anything is written
+        # What is wrong with the environment is said before anything is written
+        make_env(args.env_id, render=args.capture_video).close()
         if args.evaluate:
             path = Path(args.evaluate)
             evaluate(args, checkpoint, path if path.is_dir() else path.parent)
             return
+        check_services(args)
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_folder = Path(args.resume or f"runs/{run_name}")
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        write_atomically(run_folder / "args.json", json.dumps(vars(args) | {"resume": "", "evaluate": ""}, indent=2))
+        write_atomically(
+            run_folder / "args.json", json.dumps(vars(args) | {"resume": None, "evaluate": None}, indent=2)
+        )
         print(f"run folder: {run_folder}", flush=True)
         train(args, run_folder, checkpoint)
     except Interrupted as interrupted:
-        print(f"\ninterrupted; {how_to_resume(run_folder)}", file=sys.stderr)
-        sys.exit(128 + interrupted.args[0])
+        status = 128 + interrupted.args[0]
+        print(
+            ("\n" if sys.stdout.isatty() else "") + f"interrupted{how_to_resume(run_folder)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].finish(exit_code=status)
+        os._exit(status)  # at once, whatever compilers and other threads are at
     except (FloatingPointError, OSError) as error:
-        fail(f"{error}; {how_to_resume(run_folder)}", status=1)
+        fail(f"{error}{how_to_resume(run_folder)}", status=1)
 
 
 if __name__ == "__main__":

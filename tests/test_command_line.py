@@ -192,7 +192,9 @@ def test_a_film_where_mujoco_cannot_render(tmp_path, renderer, word):
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
-@pytest.mark.parametrize("content", ["nothing", "words", "no archive", "another script's", "no state"])
+@pytest.mark.parametrize(
+    "content", ["nothing", "words", "no archive", "another script's", "no state", "no arguments", "other flags"]
+)
 def test_what_is_not_a_run_of_this_script(call, tmp_path, script, flag, content):
     folder = tmp_path / "runs" / "a run"
     folder.mkdir(parents=True)
@@ -205,6 +207,11 @@ def test_what_is_not_a_run_of_this_script(call, tmp_path, script, flag, content)
         torch.save({"script": "another", "args": {"env_id": "Pendulum-v1"}}, path)
     if content == "no state":
         torch.save([script], path)
+    if content == "no arguments":
+        torch.save({"script": script}, path)
+    if content == "other flags":  # of another version
+        args = dataclasses.asdict(importlib.import_module(script).Args())
+        torch.save({"script": script, "args": args | {"number_of_environments": 2}}, path)
     before = files_below(tmp_path)
     named = [path, path.relative_to(tmp_path)] if path.exists() and flag == "--evaluate" else []
     for name in ("runs/a run", *named):
@@ -322,9 +329,11 @@ def test_evaluation_with_other_episodes(call, finished, script):
     assert other == same and len(other) == 2 and not set(other) & set(two)
 
 
-def test_evaluation_leaves_the_model_as_it_is(call, finished, script):
+def test_evaluation_leaves_the_model_and_its_statistics_as_they_are(finished, monkeypatch, script):
     _, run_folder = finished
     module, model = importlib.import_module(script), load(run_folder / "model.pt")
+    if hasattr(module, "RunningMeanStd"):
+        monkeypatch.setattr(module.RunningMeanStd, "update", lambda *_: pytest.fail("the statistics are not frozen"))
     module.evaluate(module.Args(**model["args"]), model, run_folder)
     assert str(model) == str(load(run_folder / "model.pt"))
 

@@ -123,10 +123,8 @@ def reference(script, tmp_path_factory):
 def killed(script, tmp_path_factory):
     """The folder of a run that was killed between its sixth and seventh checkpoint, for copying."""
     cwd = tmp_path_factory.mktemp("killed")
-    assert (
-        Run(script, *SMALL[script], cwd=cwd, sabotage=functools.partial(kill_in, "os.replace", 2560)).wait().status
-        == -9
-    )
+    kill = functools.partial(kill_in, "os.replace", 2560)
+    assert Run(script, *SMALL[script], cwd=cwd, sabotage=kill).wait().status == -9
     folder = run_folder_in(cwd)
     for path in folder.glob("*.tmp"):
         path.unlink()
@@ -437,6 +435,19 @@ def test_changed_flags_are_said(call, interrupted, script):
     assert load(checkpoints(run_folder)[-1])["args"]["gamma"] == 0.9
 
 
+# The first multiples, from 4736 on, of other batches
+BATCHES = {"ppo_continuous": {"--num-envs 4": 4864, "--num-steps 32": 4736}}
+
+
+def test_going_on_with_another_batch_ends_at_the_same_step(call, killed, tmp_path, script):
+    for flags, last in BATCHES[script].items():
+        name = copy_run(killed, tmp_path)
+        assert call(script, "--resume", name, *flags.split()).status == 0
+        assert step_of(checkpoints(tmp_path / name)[-1]) == last
+        assert max(step for step, _ in scalars(tmp_path / name)["charts/SPS"]) == last
+        shutil.rmtree(tmp_path / name)
+
+
 # Weights and Biases
 
 
@@ -455,7 +466,7 @@ def history(path):
         if kind in (1, 4) and (parsed := Record.FromString(record)).WhichOneof("record_type") == "history":
             row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in parsed.history.item}
             for tag, value in row.items():
-                points.setdefault((tag, row["global_step"]), []).append(value)
+                points.setdefault((tag, row.get("global_step")), []).append(value)
     return points
 
 
@@ -465,6 +476,8 @@ def test_tracking_has_each_point_once_also_after_a_kill(tmp_path, script):
     result = Run(script, *argv, cwd=tmp_path, env=env, sabotage=functools.partial(kill_in, "os.replace", 512)).wait()
     assert result == Result(-9, result.stdout, "")
     run_folder = run_folder_in(tmp_path)
+    # W&B takes every log of the second in which it starts for its own. A program takes longer than that to start
+    wait_for(lambda: time.time() >= 1 + max(int(log.name.split(".")[3]) for log in run_folder.glob("events.*")))
     result = Run(script, "--resume", f"runs/{run_folder.name}", cwd=tmp_path, env=env).wait()
     assert (result.status, result.stderr) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
