@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0",
-#     "gymnasium[box2d]==1.3.0",
+#     "gymnasium==1.3.0",
 #     "ale-py==0.12.1",
 #     "numpy==2.4.6",
 #     "tyro==1.0.17",
@@ -26,6 +26,7 @@ value function expected more likely, fits the value function to the returns, and
 [TIME]  Pardo, Tavakoli, Levdik, Kormushev 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
 [ALE]   Machado, Bellemare, Talvitie, Veness, Hausknecht, Bowling 2018, "Revisiting the arcade learning environment",
         JAIR 61, arXiv:1709.06009
+[PPO]   Schulman, Wolski, Dhariwal, Radford, Klimov 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
 [37]    Huang, Dossa, Raffin, Kanervisto, Wang 2022, "The 37 implementation details of PPO", ICLR blog track
 
     symbol          variable           shape            meaning (T num_steps, N num_envs, A number of actions)
