@@ -38,6 +38,17 @@ ROWS = {
             "ppo_continuous.py --compile": "ppo_continuous.py --total-timesteps {steps} --compile",
         },
     ),
+    "a2c_atari": (
+        40_000,
+        8_000,
+        1_000_000,
+        {
+            "Stable-Baselines3 A2C": "benchmark/peers.py sb3_a2c --threads 2 --steps {steps}",
+            "a2c_atari.py": "a2c_atari.py --no-cuda --eval-episodes 1 --log-interval 10 --total-timesteps {steps}",
+            "a2c_atari.py --bf16 --compile": "a2c_atari.py --no-cuda --eval-episodes 1 --log-interval 10 "
+            "--bf16 --compile --total-timesteps {steps}",
+        },
+    ),
 }
 
 
@@ -70,7 +81,7 @@ def machine() -> str:
     """Processor, cores and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    packages = ("torch", "gymnasium", "mujoco", "stable-baselines3")
+    packages = ("torch", "gymnasium", "mujoco", "ale-py", "stable-baselines3")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     return f"{os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, {versions}"
 
@@ -82,6 +93,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="whole runs, once each unless --repeats is given")
     args = parser.parse_args()
     repeats = 1 if args.full and "--repeats" not in sys.argv else args.repeats
+    date = datetime.datetime.now().isoformat(sep=" ", timespec="minutes")  # marks the runs of one table
     print(machine())
     for script in args.scripts:
         steps, warmup, whole, commands = ROWS[script]
@@ -92,7 +104,7 @@ def main() -> None:
                 run = measure(command.format(steps=steps), warmup)
                 runs[name].append(run)
                 print(f"  {repeat + 1}/{repeats} {name}: {run}", file=sys.stderr, flush=True)
-                row = {"date": datetime.date.today(), "script": script, "name": name, "steps": steps, **run}
+                row = {"date": date, "script": script, "name": name, "steps": steps, **run}
                 write_header = not RESULTS.exists()
                 RESULTS.parent.mkdir(exist_ok=True)
                 with open(RESULTS, "a", newline="") as file:

@@ -1,0 +1,182 @@
+"""Learning curves of the collected results: a figure per script with a panel per environment, as PDF, SVG and PNG.
+
+    python benchmark/plot.py                                      # all scripts, two columns wide
+    python benchmark/plot.py --scripts ppo_continuous --columns 1
+
+A run is cut into 100 equal bins of steps, or fewer where it has fewer than 400 points. A seed's value in a bin is the
+mean of its episodes that ended there (a straight line across bins where none did). A thin line is a seed; the thick one
+is the mean of the seeds, from five seeds on their interquartile mean (IQM); the band is its 95 % bootstrap interval
+over seeds. Each variant has a colour. A dashed line is a published score, from references.csv. The same results give
+the same files to the byte.
+"""
+
+import argparse
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from run import ROOT, read_csv, run_name
+
+TAGS = {"qmix_smac": "eval/battle_won_rate"}  # what is drawn, if not this:
+TAG = "charts/episodic_return"
+LABELS = {TAG: "training return", "eval/battle_won_rate": "battles won", "eval/episodic_return": "evaluation return"}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")  # Okabe, Ito 2008
+WIDTHS = {1: 3.25, 2: 6.75}  # inches of one and of two columns of a paper
+STYLE = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,  # fonts are embedded as TrueType, which journals ask for
+    "svg.hashsalt": "benchmark",  # else the names in an SVG are random
+}
+
+
+def iqm(values: np.ndarray, axis: int = 0) -> np.ndarray:
+    """Interquartile mean: the mean without the lowest and the highest quarter of the values, each rounded down."""
+    n = values.shape[axis]
+    return np.sort(values, axis).take(range(n // 4, n - n // 4), axis).mean(axis)
+
+
+def centre(values: np.ndarray, axis: int = 0) -> np.ndarray:
+    """The IQM of five or more values, the mean of fewer."""
+    return iqm(values, axis) if values.shape[axis] >= 5 else values.mean(axis)
+
+
+def bootstrap(values: np.ndarray, statistic: Callable = centre, resamples: int = 2000) -> tuple[np.ndarray, np.ndarray]:
+    """The 95 % percentile bootstrap interval of a statistic over seeds; `values` (seeds, ...) give two arrays (...)."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(len(values), size=(resamples, len(values)))
+    low, high = np.percentile(statistic(values[rows], axis=1), [2.5, 97.5], axis=0)
+    return low, high
+
+
+def curves(paths: list[Path], tag: str, most_bins: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The seeds of one variant on one grid: steps (B,) and values (seeds, B), or None where the tag is missing."""
+    tables = []
+    for path in paths:
+        rows = [[row["step"], row["value"], row["count"]] for row in read_csv(path) if row["tag"] == tag]
+        if not rows:
+            return None
+        tables.append(np.array(rows, float).T)
+    bins = max(1, min(most_bins, *(len(steps) // 4 for steps, _, _ in tables)))
+    edges = np.linspace(0, max(steps[-1] for steps, _, _ in tables), bins + 1)
+    middles, seeds = (edges[1:] + edges[:-1]) / 2, []
+    for steps, values, counts in tables:
+        which = np.searchsorted(edges[1:-1], steps)  # a bin holds its right edge
+        weights = np.bincount(which, counts, bins)
+        sums = np.bincount(which, counts * values, bins)
+        seeds.append(np.interp(middles, middles[weights > 0], sums[weights > 0] / weights[weights > 0]))
+    return middles, np.array(seeds)
+
+
+def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: int):
+    """The figure of one script, or None where there are no results for it."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter
+
+    panels = defaultdict(lambda: defaultdict(list))  # {env_id: {variant: paths}}
+    for row in read_csv(results_folder / "runs.csv"):
+        path = results_folder / script / f"{run_name(row['env_id'], row['variant'], row['seed'])}.csv"
+        if row["script"] == script and path.exists():
+            panels[row["env_id"]][row["variant"]].append(path)
+    if not panels:
+        return None
+    variants = sorted({variant for panel in panels.values() for variant in panel})  # the defaults, "", come first
+    colours = {variant: COLOURS[i % len(COLOURS)] for i, variant in enumerate(variants)}
+    references = defaultdict(list)
+    for row in read_csv(ROOT / "benchmark" / "references.csv"):
+        if row["script"] == script and tag.endswith("episodic_return"):
+            references[row["env_id"]].append(row)
+
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // (2 * columns))
+    across = -(-len(panels) // rows)
+    figure = Figure(layout="constrained")
+    seeds, sources = defaultdict(set), {}
+    for i, env_id in enumerate(sorted(panels)):
+        axes = figure.add_subplot(rows, across, i + 1)
+        for variant in sorted(panels[env_id]):
+            drawn = curves(panels[env_id][variant], tag, most_bins)
+            if drawn is None:
+                continue
+            steps, values = drawn
+            seeds[variant].add(len(values))
+            colour = colours[variant]
+            axes.plot(steps, values.T, color=colour, linewidth=0.4, alpha=0.5)
+            if len(values) > 1:
+                axes.fill_between(steps, *bootstrap(values), color=colour, alpha=0.2, linewidth=0)
+            axes.plot(steps, centre(values), color=colour, linewidth=1.4)
+        for reference, dashes in zip(references[env_id], ("--", ":", "-.")):
+            axes.axhline(float(reference["score"]), color="black", linewidth=0.8, linestyle=dashes)
+            sources[f"published: {reference['source']}, {EngFormatter(sep='')(int(reference['steps']))} steps"] = dashes
+        axes.set_title(env_id)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.locator_params("x", nbins=4, steps=[1, 2, 5, 10])
+        if i + across >= len(panels):
+            axes.set_xlabel("agent steps (4 frames each)" if script.endswith("atari") else "agent steps")
+        if i % across == 0:
+            axes.set_ylabel(LABELS[tag])
+    lines = [Line2D([], [], color=colours[variant], linewidth=1.4) for variant in variants if seeds[variant]]
+    names = [f"{variant or 'defaults'}: {describe(seeds[variant])}" for variant in variants if seeds[variant]]
+    lines += [Line2D([], [], color="black", linewidth=0.8, linestyle=dashes) for dashes in sources.values()]
+    labels = [textwrap.fill(label, 58 * columns, break_on_hyphens=False) for label in [*names, *sources]]
+    figure.legend(lines, labels, loc="outside lower center")
+    height = rows * min(0.85 * WIDTHS[columns] / across, 2) + 0.25 + 0.15 * "\n".join(labels).count("\n")
+    figure.set_size_inches(WIDTHS[columns], height + 0.15)
+    return figure
+
+
+def describe(numbers: set[int]) -> str:
+    """Which average over how many seeds the panels of a figure show."""
+    low, high = min(numbers), max(numbers)
+    average = "IQM" if low >= 5 else "mean" if high < 5 else "mean (IQM from 5 seeds on)"
+    if high == 1:
+        return "1 seed"
+    return f"{average}, 95 % interval, {low if low == high else f'{low} to {high}'} seeds (thin)"
+
+
+def save(figure, stem: Path) -> list[Path]:
+    """Write a figure as PDF, SVG and PNG, without dates."""
+    paths = [stem.with_suffix(suffix) for suffix in (".pdf", ".svg", ".png")]
+    for path, metadata in zip(paths, ({"CreationDate": None}, {"Date": None}, {})):
+        figure.savefig(path, metadata=metadata, dpi=200)
+    return paths
+
+
+def main(argv: list[str]) -> None:
+    """Draw the figures, and name the files."""
+    import matplotlib
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scripts", nargs="+", help="default: all that have any")
+    parser.add_argument("--columns", type=int, choices=WIDTHS, default=2, help="of a paper: 3.25 or 6.75 inches wide")
+    parser.add_argument("--tag", choices=LABELS, help=f"default: {TAG}, for qmix_smac {TAGS['qmix_smac']}")
+    parser.add_argument("--bins", type=int, default=100, help="at most so many")
+    parser.add_argument("--results-folder", type=Path, default=ROOT / "benchmark" / "results")
+    parser.add_argument("--figures-folder", type=Path, default=ROOT / "benchmark" / "figures")
+    args = parser.parse_args(argv)
+    found = sorted({row["script"] for row in read_csv(args.results_folder / "runs.csv")})
+    with matplotlib.rc_context(STYLE):
+        for script in args.scripts or found:
+            tag = args.tag or TAGS.get(script, TAG)
+            if not (figure := draw(script, args.results_folder, args.columns, tag, args.bins)):
+                sys.exit(f"error: there are no results of {script} in {args.results_folder}")
+            args.figures_folder.mkdir(parents=True, exist_ok=True)
+            print(*save(figure, args.figures_folder / script), sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

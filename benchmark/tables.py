@@ -1,0 +1,255 @@
+"""Tables of scores, speed and hyperparameters as markdown and LaTeX (booktabs), and the results in README.
+
+    python benchmark/tables.py                                    # benchmark/tables/*.md and *.tex, README.md
+    python benchmark/tables.py --check                            # write nothing; status 1 if a file would change
+
+Scores come from results/runs.csv and references.csv, speed from results/speed.csv, hyperparameters from the defaults of
+each script's `Args`. Of README.md only what stands between `<!-- results -->` and `<!-- end of results -->` changes.
+"""
+
+import argparse
+import ast
+import re
+import statistics
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from plot import bootstrap, iqm
+from run import ROOT, read_csv
+
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+NO_HYPERPARAMETERS = """exp_name seed torch_deterministic cuda strict_cuda torch_threads env_threads compile track
+    wandb_project_name wandb_entity capture_video save_model upload_model hf_entity log_interval resume evaluate"""
+SCORES = ["script", "environment", "variant", "steps", "seeds"]
+SCORES += ["training return", "IQM", "evaluation", "published", "source", "wall time"]
+SPEED = ["script", "program", "agent steps", "runs", "steps/s", "ratio", "wall s", "peak MB", "machine"]
+AVERAGES = """Training return: the mean of a seed's last 100 training episodes (whole games, unclipped), then the mean
+over seeds, and from five seeds on also their interquartile mean (IQM). Evaluation: the mean over the episodes played
+after training, then over seeds. In brackets: 95 % bootstrap intervals over seeds. Published: as its source states it,
+with the deviation over seeds. Wall time: the mean of whole runs, pauses excluded."""
+
+
+def number(value: float, scale: float | None = None) -> str:
+    """A number with as many decimals as one of its size (or of the size of `scale`) deserves."""
+    size = abs(value if scale is None else scale)
+    return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2}f}"
+
+
+def interval(values: list[float], statistic=np.mean) -> str:
+    """The statistic over seeds, and its bootstrap interval if there are several."""
+    values = np.array(values)
+    middle = float(statistic(values, axis=0))
+    if len(values) == 1:
+        return number(middle)
+    low, high = bootstrap(values, statistic)
+    return f"{number(middle)} [{number(low, middle)}, {number(high, middle)}]"
+
+
+def duration(seconds: float) -> str:
+    """Minutes, or hours where it takes them."""
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def steps_text(steps: int) -> str:
+    """1M, 1.5M, 300k."""
+    return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps / 1e3:g}k"
+
+
+def by(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """The rows grouped by the values of some columns, in order."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[name] for name in names)].append(row)
+    return dict(sorted(groups.items()))
+
+
+def score_rows(runs: list[dict], references: list[dict]) -> list[list[str]]:
+    """The table of scores: a row for each script, environment and variant."""
+    table = []
+    for (script, env_id, variant), rows in by(runs, "script", "env_id", "variant").items():
+        column = {name: [float(row[name]) for row in rows if row[name]] for name in rows[0] if "eval" in name}
+        returns = [float(row["training_return"]) for row in rows if row["training_return"]]
+        evaluation = interval(column["eval_return"]) if column["eval_return"] else ""
+        if column["eval_battle_won_rate"]:
+            evaluation += f"; battles won {interval(column['eval_battle_won_rate'])}"
+        published = [row for row in references if (row["script"], row["env_id"]) == (script, env_id)]
+        scores = [
+            number(float(row["score"]))
+            + (f" ± {number(float(row['spread']), float(row['score']))}" if row["spread"] else "")
+            for row in published
+        ]
+        steps = sorted({int(row["total_steps"]) for row in rows})
+        table.append(
+            [
+                f"{script}.py",
+                env_id,
+                variant,
+                " to ".join(f"{step:,}" for step in dict.fromkeys([steps[0], steps[-1]])),
+                str(len(rows)),
+                interval(returns) if returns else "",
+                interval(returns, iqm) if len(returns) >= 5 else "",
+                evaluation,
+                "; ".join(scores),
+                "; ".join(f"{row['source']}, {steps_text(int(row['steps']))} steps" for row in published),
+                duration(statistics.mean(float(row["wall_seconds"]) for row in rows)),
+            ]
+        )
+    return table
+
+
+def speed_rows(measured: list[dict]) -> list[list[str]]:
+    """The table of speed: for each script, number of steps and processor the newest set of interleaved runs.
+
+    A set are the rows of one day and one machine. Its rounds begin with the peer; one that was broken off is left out.
+    """
+    measured = [row | {"processor": row["machine"].split(", Python")[0]} for row in measured]
+    table = []
+    for (script, steps, _), rows in by(measured, "script", "steps", "processor").items():
+        newest = (rows[-1]["date"], rows[-1]["machine"])
+        rows = [row for row in rows if (row["date"], row["machine"]) == newest]
+        names = list(dict.fromkeys(row["name"] for row in rows))
+        rounds = [rows[i : i + len(names)] for i, row in enumerate(rows) if row["name"] == names[0]]
+        rounds = [each for each in rounds if [row["name"] for row in each] == names]
+        if not rounds:
+            continue
+        for i, name in enumerate(names):
+            column = {
+                key: [float(each[i][key]) for each in rounds] for key in ("steps_per_second", "wall_seconds", "peak_mb")
+            }
+            ratios = [float(each[i]["steps_per_second"]) / float(each[0]["steps_per_second"]) for each in rounds]
+            speed, wall, peak = (f"{statistics.median(values):,.0f}" for values in column.values())
+            ratio = f"{statistics.median(ratios):.2f}"
+            table.append(
+                [script, name, f"{int(steps):,}", str(len(rounds)), speed, ratio, wall, peak, rows[0]["machine"]]
+            )
+    return table
+
+
+def hyperparameter_rows(script: Path) -> list[list[str]]:
+    """The flags of a script that belong to the experiment, their defaults as written, and their help."""
+    text = script.read_text()
+    lines = text.splitlines()
+    body = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Args").body
+    table = []
+    for assignment, meaning in pairwise(body):
+        if isinstance(assignment, ast.AnnAssign) and assignment.target.id not in NO_HYPERPARAMETERS.split():
+            value = assignment.value
+            default = lines[value.lineno - 1][value.col_offset : value.end_col_offset]
+            if re.fullmatch(r"\d[\d_]*", default):
+                default = f"{int(default):,}"
+            default = {"True": "yes", "False": "no", "None": "none"}.get(default, default.strip('"'))
+            table.append(
+                ["--" + assignment.target.id.replace("_", "-"), default, " ".join(meaning.value.value.split())]
+            )
+    return table
+
+
+def markdown(header: list[str], table: list[list[str]]) -> str:
+    """A table in markdown. Flags are set as code."""
+    rows = [[f"`{cell}`" if re.match(r"--\w", cell) else cell.replace("|", r"\|") for cell in row] for row in table]
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def latex(header: list[str], table: list[list[str]], columns: str) -> str:
+    """A table in LaTeX: a tabular with booktabs' rules, to be put into a table environment of one's own."""
+
+    def escape(cell: str) -> str:
+        words = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+        cell = re.sub(r"[\\&%$#_{}~^]", lambda match: words.get(match[0], f"\\{match[0]}"), cell)
+        cell = re.sub(r"(?<![\w.-])(\d[\d.]*)e(-?\d+)\b", r"$\1 \\times 10^{\2}$", cell)
+        cell = re.sub(r"(?<![\w$^{-])-(?=[\d.])", "$-$", cell)
+        return cell.replace("±", r"$\pm$").replace("--", "-{}-").replace("`", "")
+
+    first, *others = (" & ".join(map(escape, row)) + " \\\\" for row in [header, *table])
+    begin = ["% needs \\usepackage{booktabs}", f"\\begin{{tabular}}{{{columns}}}", "\\toprule", first, "\\midrule"]
+    return "\n".join([*begin, *others, "\\bottomrule", "\\end{tabular}", ""])
+
+
+def provenance(runs: list[dict]) -> str:
+    """For each script what it ran on, and the commands that repeat it."""
+    text = ""
+    for (script,), rows in by(runs, "script").items():
+        seen = {f"commit {r['commit']}, {r['machine']}, {r['versions']}, {r['jobs']} at once": None for r in rows}
+        text += f"`{script}.py` ran on: {'; and '.join(seen)}. Again:\n\n```bash\n"
+        commands = defaultdict(list)  # environments of the same variant and seeds go into one command
+        for (variant, env_id), group in by(rows, "variant", "env_id").items():
+            seeds = " ".join(str(seed) for seed in sorted(int(row["seed"]) for row in group))
+            commands[variant, seeds].append(env_id)
+        for (variant, seeds), env_ids in commands.items():
+            flags = f" -- {variant}" if variant else ""
+            text += f"python benchmark/run.py --scripts {script} --env-ids {' '.join(env_ids)} --seeds {seeds}{flags}\n"
+        text += "```\n\n"
+    return text
+
+
+def results_section(runs: list[dict], scores: list[list[str]], speed: list[list[str]], figures: list[Path]) -> str:
+    """What README says between its two markers."""
+    text = "\n"
+    if scores:
+        text += f"{markdown(SCORES, scores)}\n{AVERAGES}\n"
+        text += "Raw data: [benchmark/results](benchmark/results). In LaTeX, with all hyperparameters:\n"
+        text += f"[benchmark/tables](benchmark/tables).\n\n{provenance(runs)}"
+    for figure in figures:
+        stem = f"benchmark/figures/{figure.stem}"
+        text += f"![Learning curves of {figure.stem}.py]({stem}.png)\n\n"
+        text += f"Learning curves of `{figure.stem}.py` ([PDF]({stem}.pdf), [SVG]({stem}.svg)), drawn by\n"
+        text += f"`python benchmark/plot.py --scripts {figure.stem}`.\n\n"
+    for (machine, script), rows in by([dict(zip(SPEED, row)) for row in speed], "machine", "script").items():
+        table = [[row[name] for name in SPEED[1:-1]] for row in rows]
+        text += (
+            f"Speed of `{script}.py` in agent steps per second, start and warm-up excluded: medians of interleaved\n"
+        )
+        text += f"runs, ratios to the first program ({machine}; `python benchmark/speed.py --scripts {script}`).\n\n"
+        text += f"{markdown(SPEED[1:-1], table)}\n"
+    return text
+
+
+def replace_section(readme: str, section: str) -> str:
+    """README with another results section; the second marker is added where it is missing."""
+    if readme.count(BEGIN) != 1:
+        sys.exit(f"error: the line {BEGIN} must be in README once")
+    before, after = readme.split(BEGIN)
+    after = after.split(END, 1)[1] if END in after else after
+    return f"{before}{BEGIN}\n{section.rstrip()}{chr(10) * 2 if section.strip() else ''}{END}{after}"
+
+
+def main(argv: list[str]) -> int:
+    """Write what has changed. Returns the exit status."""
+    benchmark = ROOT / "benchmark"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a file would change")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results-folder", type=Path, default=benchmark / "results")
+    parser.add_argument("--figures-folder", type=Path, default=benchmark / "figures")
+    parser.add_argument("--tables-folder", type=Path, default=benchmark / "tables")
+    args = parser.parse_args(argv)
+
+    runs = read_csv(args.results_folder / "runs.csv")
+    scores = score_rows(runs, read_csv(benchmark / "references.csv"))
+    speed = speed_rows(read_csv(args.results_folder / "speed.csv"))
+    tables = {"scores": (SCORES, scores, "lllrrrrrrlr"), "speed": (SPEED, speed, "llrrrrrrl")}
+    for script in sorted(ROOT.glob("*.py")):
+        header = ["argument", "default", "meaning"]
+        tables[f"hyperparameters_{script.stem}"] = (header, hyperparameter_rows(script), r"llp{0.6\linewidth}")
+    files = {}
+    for name, (header, table, columns) in tables.items():
+        files[args.tables_folder / f"{name}.md"] = markdown(header, table)
+        files[args.tables_folder / f"{name}.tex"] = latex(header, table, columns)
+    section = results_section(runs, scores, speed, sorted(args.figures_folder.glob("*.png")))
+    files[args.readme] = replace_section(args.readme.read_text(), section)
+
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{'would change' if args.check else 'written'}: {path}")
+        if not args.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files[path])
+    return int(args.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,370 @@
+"""The benchmark's tools: statistics, running and collecting, tables, figures, and what README says of results."""
+
+import csv
+import dataclasses
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SMALL, wait_for
+from torch.utils.tensorboard import SummaryWriter
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import plot
+import run
+import tables
+
+# A script that takes the same flags and leaves the same files as a real one, in milliseconds. It copies the events
+# that lie beside it. Seed 2 fails unless there is a file `luck`; with --slow it waits to be interrupted, once.
+STUB = """
+import json, shutil, signal, sys, time
+from pathlib import Path
+here, argv = Path(__file__).parent, sys.argv[1:]
+def interrupt(*_):
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
+signal.signal(signal.SIGINT, interrupt)
+resume = "--resume" in argv
+if resume:
+    folder = Path(argv[1])
+else:
+    seed = argv[argv.index("--seed") + 1]
+    if seed == "2" and not (here / "luck").exists():
+        sys.exit("error: no luck")
+    folder = Path(f"runs/Env-v0__stub__{seed}__1")
+    folder.mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps({"total_timesteps": 3000}))
+    (folder / "checkpoint_0.pt").touch()
+print("1,500/3,000 steps  100 steps/s", flush=True)
+if "--slow" in argv:
+    time.sleep(60)
+shutil.copy(here / "events", folder / "events.out.tfevents.1")
+print("evaluation: 7.00 +- 0.50 over 10 episodes of the mean action")
+"""
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """A repository of the script `stub` alone. Returns a function that runs run.main on it."""
+    (tmp_path / "stub.py").write_text(STUB)
+    write_events(tmp_path / "log", episodes=2500)
+    (events,) = (tmp_path / "log").iterdir()
+    events.rename(tmp_path / "events")
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    return lambda *flags: run.main([*BASE, *FOLDERS(tmp_path), *flags])
+
+
+BASE = "--scripts stub --env-ids Env-v0 --jobs 2".split()
+
+
+def FOLDERS(folder):
+    return ["--runs-folder", str(folder / "runs"), "--results-folder", str(folder / "results")]
+
+
+def write_events(folder, episodes):
+    """A TensorBoard log: an episode of return i at each step i, one speed, and the evaluation at step 3000."""
+    writer = SummaryWriter(str(folder))
+    for i in range(1, episodes + 1):
+        writer.add_scalar("charts/episodic_return", i, i)
+    writer.add_scalar("charts/SPS", 100, 3000)
+    writer.add_scalar("losses/value_loss", 1, 3000)
+    writer.add_scalar("eval/episodic_return", 7, 3000)
+    writer.close()
+
+
+def make_results(folder, seeds=range(1, 6), script="ppo_continuous", env_id="HalfCheetah-v4", variants=("",)):
+    """Results as run.py collects them: for each seed a curve that rises to 1000 times the seed."""
+    rows = []
+    for variant in variants:
+        for seed in seeds:
+            path = folder / script / f"{run.run_name(env_id, variant, seed)}.csv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            points = "".join(f"charts/episodic_return,{1000 * i},{seed * 10 * i},1\n" for i in range(1, 101))
+            path.write_text("tag,step,value,count\n" + points)
+            row = {"script": script, "env_id": env_id, "variant": variant, "seed": seed, "total_steps": 100_000}
+            row |= {"training_return": 1000 * seed, "eval_return": 1100 * seed, "eval_std": 5, "eval_episodes": 10}
+            row |= {"eval_battle_won_rate": "", "wall_seconds": 120, "command": "", "commit": "c0ffee"}
+            rows.append(row | {"versions": "Python 3", "machine": "2 cores of X", "jobs": 1})
+    with open(folder / "runs.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder
+
+
+# Statistics
+
+
+def test_iqm_is_the_mean_of_the_middle_half():
+    values = np.random.default_rng(1).normal(size=(12, 3))
+    for n in range(1, 13):
+        expected = [np.mean(sorted(column)[int(0.25 * n) : n - int(0.25 * n)]) for column in values[:n].T]
+        np.testing.assert_allclose(plot.iqm(values[:n]), expected)
+        np.testing.assert_allclose(plot.iqm(values[:n].T, axis=1), expected)
+    assert plot.iqm(np.array([1.0, 2, 3, 4, 1000])) == 3
+
+
+def test_centre_is_the_mean_below_five_seeds():
+    assert plot.centre(np.array([0.0, 0, 0, 100])) == 25
+    assert plot.centre(np.array([0.0, 0, 0, 0, 100])) == 0
+
+
+def test_bootstrap_interval_covers_and_is_deterministic():
+    samples = np.random.default_rng(2).normal(size=(10, 200))  # 10 seeds each of 200 experiments whose mean is 0
+    low, high = plot.bootstrap(samples, np.mean)
+    assert low.shape == high.shape == (200,)
+    assert 0.82 < np.mean((low < 0) & (high > 0)) < 0.97  # somewhat less than 95 %, as with all small samples
+    assert np.all(low < samples.mean(0)) and np.all(samples.mean(0) < high)
+    np.testing.assert_array_equal(plot.bootstrap(samples, np.mean), (low, high))
+    assert plot.bootstrap(np.full(5, 3.0)) == (3, 3)
+
+
+def test_curves_average_episodes_in_bins_of_steps(tmp_path):
+    (tmp_path / "a.csv").write_text(
+        "tag,step,value,count\n" + "".join(f"charts/episodic_return,{s},{s},1\n" for s in range(1, 801))
+    )
+    steps, values = plot.curves([tmp_path / "a.csv"] * 2, "charts/episodic_return", 100)
+    np.testing.assert_allclose(steps, np.arange(4, 800, 8))
+    np.testing.assert_allclose(values, [steps + 0.5] * 2)  # of the steps 1 to 8, 9 to 16, ...
+    assert plot.curves([tmp_path / "a.csv"], "eval/episodic_return", 100) is None
+
+
+# Running and collecting
+
+
+def test_thinning_keeps_episodes_and_means():
+    points = [(step, float(step % 7)) for step in range(1, 2501)]
+    rows = run.thin(points)
+    assert len(rows) == 1000
+    assert sum(count for *_, count in rows) == 2500
+    assert sum(value * count for _, value, count in rows) == pytest.approx(sum(value for _, value in points))
+    assert all(a[0] < b[0] for a, b in pairwise(rows))
+    assert run.thin(points[:1000]) == [(step, value, 1) for step, value in points[:1000]]
+
+
+def test_print_gives_the_plain_commands(capsys, tmp_path):
+    flags = "--env-ids Hopper-v4 dm_control/x --seeds 1 2 --print".split()
+    assert run.main(["--scripts", "ppo_continuous", *flags, *FOLDERS(tmp_path), "--", "--no-anneal-lr"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"python ppo_continuous.py --env-id {env_id} --seed {seed} --no-anneal-lr"
+        for env_id in ("Hopper-v4", "dm_control/x")
+        for seed in (1, 2)
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", ["", "--jobs 0", "-- --seed 3", "-- --resume=x"])
+def test_wrong_calls_are_refused(flags, tmp_path, capsys):
+    selection = ["--scripts", "ppo_continuous"] + (["--env-ids", "Hopper-v4"] if flags else [])
+    with pytest.raises(SystemExit, match="2"):
+        run.main([*selection, *FOLDERS(tmp_path), *flags.split()])
+    assert "error: " in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_names_of_runs_differ_where_runs_do():
+    variants = ["", "--x 1", "--x -1", "--x 11", "--no-x", "--x 1 --y"]
+    assert len({run.run_name("E-v1", variant, seed) for variant in variants for seed in (1, 2)}) == 12
+    assert run.run_name("ALE/Pong-v5", "--no-x --y 3", 1) == "ALE-Pong-v5__no-x_y_3__1"
+
+
+def test_a_failed_run_is_named_and_the_others_go_on_and_a_second_start_makes_the_rest(stub, tmp_path, capsys):
+    assert stub("--seeds", "1", "2", "3") == 1
+    captured = capsys.readouterr()
+    assert captured.err == "failed: stub/Env-v0__default__2: status 1: error: no luck\n"
+    assert len(re.findall(r"Env-v0__default__[13]: finished", captured.out)) == 2
+    assert [row["seed"] for row in run.read_csv(tmp_path / "results" / "runs.csv")] == ["1", "3"]
+
+    (tmp_path / "luck").touch()
+    assert stub("--seeds", "1", "2", "3") == 0
+    assert re.findall(r"(\d) of 3|__(\d): finished", capsys.readouterr().out) == [("2", ""), ("", "2")]
+    assert [row["seed"] for row in run.read_csv(tmp_path / "results" / "runs.csv")] == ["1", "2", "3"]
+
+
+def test_collected_tables(stub, tmp_path):
+    assert stub("--seeds", "1", "--", "--wide") == 0
+    (row,) = run.read_csv(tmp_path / "results" / "runs.csv")
+    assert row["command"] == "python stub.py --env-id Env-v0 --seed 1 --wide"
+    assert (row["variant"], row["total_steps"], row["eval_return"]) == ("--wide", "3000", "7")
+    assert (row["eval_std"], row["eval_episodes"], row["eval_battle_won_rate"]) == ("0.50", "10", "")
+    assert float(row["training_return"]) == np.mean(range(2401, 2501))
+    assert row["jobs"] == "2" and row["commit"] and "torch" in row["versions"] and "cores" in row["machine"]
+    points = run.read_csv(tmp_path / "results" / "stub" / "Env-v0__wide__1.csv")
+    assert {point["tag"] for point in points} == {"charts/episodic_return", "charts/SPS", "eval/episodic_return"}
+    episodes = [point for point in points if point["tag"] == "charts/episodic_return"]
+    assert len(episodes) <= 1000 and sum(int(point["count"]) for point in episodes) == 2500
+
+    before = {path: path.read_bytes() for path in (tmp_path / "results").rglob("*.csv")}
+    for path in before:
+        path.unlink()
+    assert run.main(["--collect", *FOLDERS(tmp_path)]) == 0
+    assert before == {path: path.read_bytes() for path in (tmp_path / "results").rglob("*.csv")}
+
+
+@pytest.mark.parametrize("step, finished", [(3000, True), (2999, False)])
+def test_a_model_of_the_last_step_is_a_finished_run(step, finished, tmp_path):
+    mine = run.Run("stub", "Env-v0", 1, [], tmp_path)
+    assert not mine.finished()
+    folder = mine.folder / "runs" / "Env-v0__stub__1__1"
+    folder.mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps({"total_timesteps": 3000}))
+    torch.save({"global_step": step}, folder / "model.pt")
+    assert mine.finished() is finished
+
+
+def test_ctrl_c_reaches_the_runs_and_a_second_start_resumes_them(stub, tmp_path):
+    program = (
+        f"import run, pathlib; run.ROOT = pathlib.Path({str(tmp_path)!r}); raise SystemExit(run.main(run.sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *BASE, *FOLDERS(tmp_path), "--seeds", "1", "3", "4", "--", "--slow"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    consoles = [tmp_path / "runs" / "stub" / f"Env-v0__slow__{seed}" / "console.txt" for seed in (1, 3)]
+    wait_for(lambda: all(path.exists() and "steps" in path.read_text() for path in consoles))
+    assert stub("--seeds", "1", "--", "--slow") == 1, "a run that another process is at is left alone"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "goes on" in err and out.count(": interrupted") == 2
+    assert all("interrupted" in path.read_text() for path in consoles)
+    assert not (tmp_path / "runs" / "stub" / "Env-v0__slow__4").exists()
+
+    assert stub("--seeds", "1", "3", "--", "--slow") == 0
+    for path in consoles:
+        assert len(list(path.parent.glob("runs/*"))) == 1
+        processes = json.loads((path.parent / "run.json").read_text())["processes"]
+        assert [each["status"] for each in processes] == [130, 0]
+
+
+# Tables
+
+
+def make_tables(folder, results, *flags, figures=None):
+    """Run tables.py on a copy of README in `folder`; returns the status."""
+    if not (folder / "README.md").exists():
+        (folder / "README.md").write_text((ROOT / "README.md").read_text())
+    folders = ["--results-folder", str(results), "--figures-folder", str(figures or folder / "figures")]
+    return tables.main(
+        [*folders, "--tables-folder", str(folder / "tables"), "--readme", str(folder / "README.md"), *flags]
+    )
+
+
+def test_committed_tables_and_readme_are_what_the_results_give(tmp_path):
+    benchmark = ROOT / "benchmark"
+    make_tables(tmp_path, benchmark / "results", figures=benchmark / "figures")
+    for committed in (benchmark / "tables").glob("*"):
+        assert (tmp_path / "tables" / committed.name).read_text() == committed.read_text(), "run benchmark/tables.py"
+    if tables.END in (ROOT / "README.md").read_text():
+        assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text(), "run benchmark/tables.py"
+    assert (benchmark / "tables").exists() or not (benchmark / "results" / "runs.csv").exists()
+
+
+def test_tables_without_results_are_empty_and_stable(tmp_path):
+    assert make_tables(tmp_path, tmp_path / "nothing") == 0
+    assert make_tables(tmp_path, tmp_path / "nothing", "--check") == 0
+    assert len((tmp_path / "tables" / "scores.md").read_text().splitlines()) == 2
+    before, after = (tmp_path / "README.md").read_text().split(tables.BEGIN)
+    assert after.startswith(f"\n{tables.END}\n") and before in (ROOT / "README.md").read_text()
+
+
+def test_tables_say_what_the_results_say(tmp_path):
+    results = make_results(tmp_path, variants=("", "--no-bootstrap-truncation"))
+    assert make_tables(tmp_path, results, "--check") == 1 and not (tmp_path / "tables").exists()
+    assert make_tables(tmp_path, results) == 0
+    assert make_tables(tmp_path, results, "--check") == 0
+    readme, scores = (tmp_path / "README.md").read_text(), (tmp_path / "tables" / "scores.md").read_text()
+    assert scores in readme and readme.count(tables.BEGIN) == readme.count(tables.END) == 1
+    default, variant = scores.splitlines()[2:]
+    cells = [cell.strip() for cell in default.split("|")]
+    assert cells[1:6] == ["ppo_continuous.py", "HalfCheetah-v4", "", "100,000", "5"]
+    assert cells[6].startswith("3,000 [") and cells[7].startswith("3,000 [") and cells[8].startswith("3,300 [")
+    assert cells[9:12] == ["1,443 ± 46", "CleanRL docs (PPO; 3 seeds), 1M steps", "2.0 min"]
+    assert "`--no-bootstrap-truncation`" in variant
+    command = "python benchmark/run.py --scripts ppo_continuous --env-ids HalfCheetah-v4 --seeds 1 2 3 4 5"
+    assert f"{command}\n{command} -- --no-bootstrap-truncation\n" in readme
+
+    (tmp_path / "tables" / "scores.tex").write_text("edited by hand")
+    assert make_tables(tmp_path, results, "--check") == 1
+
+
+def test_speed_table_takes_the_newest_whole_rounds():
+    def row(date, name, speed):
+        fixed = {"script": "stub", "steps": "1000", "wall_seconds": "10", "peak_mb": "500", "machine": "M, Python 3"}
+        return {"date": date, "name": name, "steps_per_second": str(speed), **fixed}
+
+    today = [row("2", name, speed) for name, speed in zip(["peer", "ours"] * 3, [100, 300, 200, 400, 100, 500])]
+    measured = [row("1", "peer", 1), row("1", "ours", 9), *today, row("2", "peer", 7)]
+    assert [line[1:6] for line in tables.speed_rows(measured)] == [
+        ["peer", "1,000", "3", "100", "1.00"],
+        ["ours", "1,000", "3", "400", "3.00"],
+    ]
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_hyperparameters_are_the_defaults(script):
+    rows = {row[0]: row[1] for row in tables.hyperparameter_rows(ROOT / f"{script}.py")}
+    words = {True: "yes", False: "no", None: "none"}
+    for argument in dataclasses.fields(importlib.import_module(script).Args):
+        if argument.name not in tables.NO_HYPERPARAMETERS.split():
+            text = rows.pop("--" + argument.name.replace("_", "-"))
+            if type(argument.default) in (int, float):
+                assert float(text.replace(",", "")) == argument.default
+            else:
+                assert text == words.get(argument.default, argument.default)
+    assert not rows
+
+
+def test_latex_is_well_formed(tmp_path):
+    make_tables(tmp_path, make_results(tmp_path, variants=("", "--x_y 50% #1 {^~}")))
+    files = list((tmp_path / "tables").glob("*.tex"))
+    assert {"scores.tex", "speed.tex", "hyperparameters_ppo_continuous.tex"} <= {path.name for path in files}
+    for path in files:
+        text = path.read_text()
+        plain = re.sub(r"\\.", "", text)
+        depths = np.cumsum([{"{": 1, "}": -1}.get(character, 0) for character in plain])
+        assert depths[-1] == 0 and depths.min() >= 0 and plain.count("$") % 2 == 0
+        (columns,) = re.findall(r"\\begin{tabular}{(.*)}", text)
+        columns = len(re.sub(r"p{.*?}", "p", columns.replace(r"{0.6\linewidth}", "{}")))
+        rows = [line for line in text.splitlines() if line.endswith(r"\\")]
+        assert rows and all(len(re.findall(r"(?<!\\)&", row)) == columns - 1 for row in rows)
+        assert [text.count(rf"\{rule}rule") for rule in ("top", "mid", "bottom")] == [1, 1, 1]
+        assert not re.search(r"[#_^~]|%(?! needs)", re.sub(r"\$.*?\$", "", plain))
+
+
+def test_references_name_their_sources():
+    for row in run.read_csv(ROOT / "benchmark" / "references.csv"):
+        assert (ROOT / f"{row['script']}.py").exists() or row["script"] in ("a3c_atari", "dqn_per_atari", "qmix_smac")
+        assert row["env_id"] and float(row["score"]) and int(row["steps"]) and row["source"]
+        assert not row["spread"] or float(row["spread"]) > 0
+
+
+# Figures
+
+
+def test_figures_that_readme_names_exist():
+    for link in re.findall(r"\]\((benchmark/[^)]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / link).exists(), f"README names {link}"
+
+
+def test_figures_are_the_same_each_time_and_fit_for_a_paper(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install -r benchmark/requirements.txt")
+    results = make_results(tmp_path, seeds=range(1, 4), variants=("", "--no-bootstrap-truncation"))
+    contents = []
+    for name in ("first", "second"):
+        plot.main(["--results-folder", str(results), "--figures-folder", str(tmp_path / name)])
+        contents.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert contents[0] == contents[1]
+    assert set(contents[0]) == {f"ppo_continuous.{suffix}" for suffix in ("pdf", "svg", "png")}
+    pdf, svg = contents[0]["ppo_continuous.pdf"], contents[0]["ppo_continuous.svg"].decode()
+    assert b"/FontFile2" in pdf and b"/Type3" not in pdf, "fonts are embedded as TrueType"
+    assert b"CreationDate" not in pdf and "<dc:date>" not in svg
+    for text in ("HalfCheetah-v4", "agent steps", "defaults: mean, 95 % interval, 3 seeds", "published: CleanRL docs"):
+        assert f"<!-- {text}" in svg
+    for colour in plot.COLOURS[:2]:
+        assert colour.lower() in svg
