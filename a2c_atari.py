@@ -46,8 +46,8 @@ value function expected more likely, fits the value function to the returns, and
 Where this differs from common practice, and why:
   * RMSprop is TensorFlow's by default (epsilon inside the root, the average starting at one). The first steps of
     PyTorch's are thousands of times as large, and whether Pong is learned has been seen to depend on it.
-  * A lost life ends the return, not the game. On the step after it FIRE is pressed for the agent: a game like Breakout
-    would otherwise wait for ever for a policy that has forgotten to. That action is not credited to the policy.
+  * A lost life ends the return, not the game. On the first step of each life FIRE is pressed for the agent: a game like
+    Breakout would otherwise wait for ever for a policy that has forgotten to. It is not credited to the policy.
   * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
   * Rewards are clipped to their sign for learning only; what is logged is the whole game's score.
   * Ids mean what they mean elsewhere: `BreakoutNoFrameskip-v4` and `BreakoutDeterministic-v4` know no sticky actions,
@@ -308,7 +308,7 @@ def make_envs(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv
         "max_num_frames_per_episode": 108_000,  # half an hour of play; then the game is truncated
         "reward_clipping": False,  # Trap: True, the default, loses the game's score
         "episodic_life": False,  # Trap: True begins the whole game anew at each lost life
-        "life_loss_info": args.episodic_life,  # this one terminates at a lost life and lets the game go on
+        "life_loss_info": True,  # this one terminates at a lost life and lets the game go on
         "autoreset_mode": gym.vector.AutoresetMode.SAME_STEP,  # no row of a reset ever looks like a step
     }
     return AtariVectorEnv(num_envs=num_envs, **(settings | shape | atari_settings(args.env_id)))
@@ -319,10 +319,11 @@ class Games:
 
     Args:
         envs: the games.
+        episodic_life: whether a lost life counts as a termination.
     """
 
-    def __init__(self, envs: AtariVectorEnv) -> None:
-        self.envs = envs
+    def __init__(self, envs: AtariVectorEnv, episodic_life: bool = True) -> None:
+        self.envs, self.episodic_life = envs, episodic_life
         buttons = list(envs.ale.get_action_set())
         self.fire = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
 
@@ -330,16 +331,19 @@ class Games:
         """Begin all games anew. Returns the observations (N, 4, 84, 84)."""
         pixels, info = self.envs.reset(seed=np.array(seeds))
         self.frames = info["episode_frame_number"]
-        self.lost_life = np.zeros(len(seeds), bool)
+        self.new_life = np.ones(len(seeds), bool)
         self.scores, self.lengths = np.zeros(len(seeds)), np.zeros(len(seeds), int)
         return pixels
 
     def press_fire(self, actions: np.ndarray) -> np.ndarray:
-        """Overwrite actions (N,) by FIRE where a life has just been lost. Returns where the agent chose (N,)."""
+        """Overwrite actions (N,) by FIRE on the first step of each life. Returns where the agent chose (N,).
+
+        Of a new game too: the emulator presses FIRE at a reset, but for one frame, which a sticky action may swallow.
+        """
         if self.fire is None:
             return np.ones(len(actions), bool)
-        actions[self.lost_life] = self.fire
-        return ~self.lost_life
+        actions[self.new_life] = self.fire
+        return ~self.new_life
 
     def step(self, actions: np.ndarray) -> tuple:
         """Play one step with actions (N,).
@@ -351,7 +355,9 @@ class Games:
         # Trap: a lost life terminates too, and `lives` is already the next game's; but only a new game counts anew
         over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
         self.frames = info["episode_frame_number"]
-        self.lost_life = terminations & ~over
+        self.new_life = terminations | truncations
+        if not self.episodic_life:
+            terminations = terminations & over
         self.scores += rewards
         self.lengths += 1
         finished = [(float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(over)]
@@ -747,7 +753,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the actions
 
-    games = Games(make_envs(args, N))
+    games = Games(make_envs(args, N), args.episodic_life)
     agent = Agent(games.envs.single_action_space.n, args.conv3_filters, args.bf16).to(device)
     theta, grad = flatten_parameters(agent)
     square_avg = torch.zeros_like(theta) if args.torch_rmsprop else torch.ones_like(theta)
