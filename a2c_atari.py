@@ -41,7 +41,7 @@ value function expected more likely, fits the value function to the returns, and
     \beta           ent_coef                            weight of the entropy, [A3C] Sec. 4
     t_max           num_steps                           length of a rollout
     \theta          theta              (P,)             all parameters in one vector
-    g               square_avg         (P,)             moving average of the squared gradient, [A3C] Eq. (S2)
+    g               square_avg         (P,)             moving average of the squared gradient, [A3C] Sec. 4
 
 Where this differs from common practice, and why:
   * RMSprop is TensorFlow's by default (epsilon inside the root, the average starting at one). The first steps of
@@ -367,16 +367,17 @@ class Games:
 
 def film(args: Args, env_seed: int, actions: list[int], path: Path) -> None:
     """Play a game again from its seed and actions, in colour, and write it to `path` as a video."""
-    from moviepy import ImageSequenceClip
+    from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
 
     envs = make_envs(args, 1, colour=True)
-    frames = [envs.reset(seed=np.array([env_seed]))[0][0, 0]]
-    for action in actions[:-1]:  # the last step shows the next game already
-        frames.append(envs.step(np.array([action]))[0][0, 0])
-    envs.close()
     path.parent.mkdir(exist_ok=True)
-    clip = ImageSequenceClip([frame.repeat(2, 0).repeat(2, 1) for frame in frames], fps=15)
-    clip.write_videofile(str(path), logger=None)
+    frames, _ = envs.reset(seed=np.array([env_seed]))
+    with FFMPEG_VideoWriter(str(path), (320, 420), 15) as video:  # frame by frame: a game may be long
+        video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))
+        for action in actions[:-1]:  # the last step shows the next game already
+            frames, *_ = envs.step(np.array([action]))
+            video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))
+    envs.close()
 
 
 def reset_seeds(seed: int, *key: int, num: int) -> list[int]:
@@ -392,7 +393,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """Policy and value function on one convolutional trunk ([DQN] Methods, with two heads as in [A3C] Sec. 5.1).
+    """Policy and value function on one convolutional trunk ([DQN] Methods, with two heads as in [A3C] Sec. 4).
 
     Args:
         num_actions: A, the number of joystick positions.
@@ -485,7 +486,7 @@ def a2c_loss(
 def flatten_parameters(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Move all parameters, and their gradients, into one vector each (P,), of which they become views.
 
-    Clipping, zeroing and Adam are then a few operations on one tensor instead of a few on each of thirteen.
+    Clipping, zeroing and the optimiser are then a few operations on one tensor instead of a few on each of a dozen.
     """
     theta = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
     grad = torch.zeros_like(theta)
@@ -496,11 +497,11 @@ def flatten_parameters(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rmsprop_step(theta, grad, square_avg, learning_rate: float, args: Args) -> None:
-    r"""One step of RMSprop without momentum, in place on vectors (P,), [A3C] Eq. (S2), (S3).
+    r"""One step of RMSprop without momentum, in place on vectors (P,), [A3C] Sec. 4.
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2,   \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
 
-    as in the paper and in TensorFlow, g starting at one. PyTorch divides by \sqrt{g} + \epsilon and starts at zero:
+    as in the paper; g starts at one, as in TensorFlow. PyTorch divides by \sqrt{g} + \epsilon and starts at zero:
     where gradients are small (say 1e-4, and epsilon 1e-5) its steps are 30 times as large.
     """
     square_avg.lerp_(grad.square(), 1 - args.rmsprop_alpha)

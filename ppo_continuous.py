@@ -488,7 +488,7 @@ def ppo_loss(
 def flatten_parameters(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Move all parameters, and their gradients, into one vector each (P,), of which they become views.
 
-    Clipping, zeroing and Adam are then a few operations on one tensor instead of a few on each of thirteen.
+    Clipping, zeroing and the optimiser are then a few operations on one tensor instead of a few on each of a dozen.
     """
     theta = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
     grad = torch.zeros_like(theta)

@@ -1,0 +1,1264 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0",
+#     "gymnasium[box2d]==1.3.0",
+#     "ale-py==0.12.1",
+#     "numpy==2.4.6",
+#     "tyro==1.0.17",
+#     "tensorboard==2.21.0",
+#     "wandb==0.31.0",
+#     "moviepy==2.2.1",
+#     "huggingface-hub==2.4.0",
+# ]
+# ///
+r"""Deep Q-network (DQN) with prioritised replay on Atari, double and dueling.
+
+A network estimates the return of each action, Q(s, a), and the agent plays the best one, or with probability epsilon
+any. What it has lived through goes into a replay memory. Minibatches are drawn from there, those transitions more often
+whose value was most mistaken; each step moves Q(s, a) towards the reward plus the discounted value of the next state.
+
+[DQN]   Mnih, Kavukcuoglu, Silver, et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
+[DDQN]  van Hasselt, Guez, Silver 2016, "Deep reinforcement learning with double Q-learning", AAAI, arXiv:1509.06461
+[DUEL]  Wang, Schaul, Hessel, van Hasselt, Lanctot, de Freitas 2016, "Dueling network architectures for deep
+        reinforcement learning", ICML, arXiv:1511.06581
+[PER]   Schaul, Quan, Antonoglou, Silver 2016, "Prioritized experience replay", ICLR, arXiv:1511.05952
+[RBW]   Hessel, Modayil, van Hasselt, et al. 2018, "Rainbow: combining improvements in deep reinforcement learning",
+        AAAI, arXiv:1710.02298
+[TIME]  Pardo, Tavakoli, Levdik, Kormushev 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
+[ALE]   Machado, Bellemare, Talvitie, Veness, Hausknecht, Bowling 2018, "Revisiting the arcade learning environment",
+        JAIR 61, arXiv:1709.06009
+
+    symbol          variable           shape            meaning (N num_envs, B batch_size, A actions, n n_step)
+    s_t             pixels             (N, 4, 84, 84)   the last four frames, uint8, one per agent step
+    a_t, r_t        actions, rewards   (N,)             index of a joystick position; the reward's sign
+    Q(s, a)         q_network          (B, A)           value of each action, parameters theta
+    Q'(s, a)        target_network     (B, A)           the same with older parameters theta-minus
+    V, A            value, advantage   (B, 1), (B, A)   the two streams of Q, [DUEL] Eq. (9)
+    R^(n)           returns            (B,)             discounted sum of n rewards, [RBW] Sec. 3, multi-step learning
+    \gamma^n        discounts          (B,)             of the bootstrap; 0 after a termination
+    \delta_i        td_errors          (B,)             TD error, [PER] Alg. 1, line 11
+    p_i             priorities         (B,)             |delta_i| + eps, [PER] Sec. 3.3
+    P(i)            tree[i] / total    (B,)             probability of being drawn, [PER] Eq. (1)
+    w_i             weights            (B,)             importance-sampling weight, [PER] Sec. 3.4
+    \alpha, \beta   per_alpha, per_beta                 how much priorities count, how much of their bias is corrected
+    \epsilon        epsilon                             probability of a random action
+
+Where this differs from the papers or from common practice, and why:
+  * The defaults are those of labml's annotated DQN, but for its replay of 2^14 transitions (--buffer-size 16384) and
+    its 32 million steps. All schedules are fractions of the run: a short run ends them too.
+  * Each frame is stored once (7 GB for a million, against 56 GB of stored pairs); stacks are put together on sampling.
+    A transition that has not all its frames has priority zero: nothing is ever drawn twice or in vain.
+  * Weights are divided by the minibatch's largest, not the memory's: N cancels out and no tree of minima is needed.
+  * A minibatch is drawn before the priorities of the one before it are known, so that drawing and computing overlap.
+  * The loss is Huber's, times w_i; priorities are of the unclipped error. Gradients are clipped to norm 0.5 (so labml;
+    [DUEL] has 10 and scales the trunk's by 1/sqrt(2)). [PER] divides the learning rate by four; labml's is 1e-4.
+  * A time limit is not a failure: at a truncation the last observation's value is bootstrapped ([TIME]).
+  * A lost life ends the return, not the game. On the step after it FIRE is pressed for the agent: a game like Breakout
+    would otherwise wait for ever. Rewards are clipped to their sign for learning; what is logged is the game's score.
+  * Ids mean what they mean elsewhere: `BreakoutNoFrameskip-v4` and `BreakoutDeterministic-v4` know no sticky actions,
+    `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
+  * At each checkpoint all games begin anew with a seed made of (seed, global_step), whether or not the run is
+    interrupted there, and the open ones count as truncated. The emulators cannot save their state; so nothing needs it,
+    and resuming is exact to the bit: the replay is in the checkpoint too.
+
+While a run goes on, a file live.json in its folder changes its learning rate: {"learning_rate": 5e-5}.
+Steps are agent steps, four frames each. Two torch threads pay on a quiet machine and lose on a busy one. Scores and
+speeds: README.md.
+
+    python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4           # writes runs/BreakoutNoFrameskip-v4__dqn_per_...
+    python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...  # goes on after an interruption, exactly
+    python dqn_per_atari.py --evaluate runs/BreakoutNoFrameskip-v4__.../model.pt --eval-episodes 20
+"""
+
+import contextlib
+import difflib
+import io
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+import zipfile
+import zlib
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from ale_py.vector_env import AtariVectorEnv
+from torch.utils.tensorboard import SummaryWriter
+
+SCRIPT = "dqn_per_atari"
+PIECE = 4096  # frames of the replay in one file of a checkpoint: 29 MB, compressed to about one
+LIVE = ("learning_rate", "max_grad_norm")  # what live.json may change
+
+
+@dataclass
+class Args:
+    """Deep Q-network with prioritised replay on Atari."""
+
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment, part of the run folder's name"""
+    seed: int = 1
+    """seed of the parameters, the exploration, the minibatches and the environments"""
+    torch_deterministic: bool = True
+    """if toggled, cuDNN uses deterministic algorithms only"""
+    cuda: bool = True
+    """if toggled, the networks are trained on the GPU (on the CPU where there is none)"""
+    strict_cuda: bool = False
+    """if toggled, `--cuda` on a machine without a CUDA device is an error"""
+    torch_threads: int = min(2, os.cpu_count() or 1)
+    """threads of torch on the CPU; two are faster than one on a quiet machine and far slower on a busy one"""
+    compile: bool = False
+    """if toggled, the loss is compiled (up to a minute of compilation; needs a C++ compiler on the CPU)"""
+    bf16: bool = False
+    """if toggled, the networks compute in bfloat16 (their parameters stay float32): faster, other numbers"""
+    track: bool = False
+    """if toggled, the run is tracked with Weights and Biases"""
+    wandb_project_name: str = "deep-rl-reference"
+    """the project of the tracked run"""
+    wandb_entity: str | None = None
+    """the entity (user or team) of the tracked run"""
+    capture_video: bool = False
+    """if toggled, videos of the first game after each checkpoint and of the evaluation, in colour"""
+    save_model: bool = True
+    """if toggled, the trained parameters are saved as model.pt in the run folder"""
+    upload_model: bool = False
+    """if toggled, the saved model and its card are uploaded to the Hugging Face hub"""
+    hf_entity: str = ""
+    """the user or organisation on the Hugging Face hub (default: yours)"""
+    checkpoint_interval: int = 250_000
+    """agent steps between checkpoints (each begins all games anew, see the title)"""
+    checkpoint_replay: bool = True
+    """if toggled, checkpoints hold the replay (up to 0.4 GB); without it a resumed run begins with an empty one"""
+    resume: str | None = None
+    """a run folder: go on from its newest checkpoint, with its arguments where none are given here"""
+    evaluate: str | None = None
+    """a checkpoint, a model.pt or a run folder: do not train, play `--eval-episodes` episodes with it"""
+    eval_episodes: int = 10
+    """whole games played at the end of training, or by `--evaluate`"""
+    eval_epsilon: float = 0.01
+    """probability of a random action in the evaluation (0: always the best one)"""
+    log_interval: int = 100
+    """iterations between points of the losses in the log, and between looks at live.json"""
+
+    env_id: str = "BreakoutNoFrameskip-v4"
+    """an Atari game: NameNoFrameskip-v4, NameDeterministic-v4, or ALE/Name-v5 with sticky actions"""
+    num_envs: int = 8
+    """games played side by side"""
+    env_threads: int = 0
+    """threads of the emulator (0: as many as there are cores)"""
+    episodic_life: bool = True
+    """if toggled, a lost life ends the return (the game goes on)"""
+
+    total_timesteps: int = 10_000_000
+    """agent steps of the whole run, all games together, four frames each (rounded up to whole iterations)"""
+    learning_rate: float = 1e-4
+    """the learning rate of Adam (live.json may change it)"""
+    num_steps: int = 4
+    """agent steps in each game per iteration"""
+    updates: int = 8
+    """gradient steps per iteration, one minibatch each"""
+    batch_size: int = 32
+    """transitions in a minibatch"""
+    gamma: float = 0.99
+    """the discount factor"""
+    double: bool = True
+    """if toggled, the online network chooses the next action and the target network values it ([DDQN])"""
+    dueling: bool = True
+    """if toggled, the network has a stream for the state's value and one for the advantages ([DUEL])"""
+    prioritized: bool = True
+    """if toggled, transitions are drawn by priority ([PER]), else uniformly"""
+    n_step: int = 1
+    """rewards summed before the bootstrap (fewer where the return ends before)"""
+    buffer_size: int = 1_000_000
+    """transitions in the replay, 7.1 kB each; the memory is taken as it fills"""
+    replay_on_gpu: bool = False
+    """if toggled, the replay's frames are on the GPU (all of its memory is taken at once)"""
+    learning_starts: int = 16_384
+    """transitions in the replay before the first update"""
+    per_alpha: float = 0.6
+    """alpha: how much priorities count (0: uniform)"""
+    per_beta: float = 0.4
+    """beta at the beginning: how much of the bias is corrected; it rises linearly to 1 at the end of the run"""
+    per_eps: float = 1e-6
+    """added to |delta|, so that no priority is zero"""
+    start_epsilon: float = 1.0
+    """probability of a random action at the beginning"""
+    middle_epsilon: float = 0.1
+    """... after `--middle-fraction` of the run"""
+    end_epsilon: float = 0.01
+    """... from `--end-fraction` of the run on"""
+    middle_fraction: float = 0.025
+    """part of the run in which epsilon falls to `--middle-epsilon`"""
+    end_fraction: float = 0.5
+    """part of the run in which it falls to `--end-epsilon`"""
+    target_interval: int = 250
+    """iterations between copies of the parameters to the target network"""
+    max_grad_norm: float = 0.5
+    """the norm to which gradients are clipped"""
+
+    def check(self) -> None:
+        """Refuse values that cannot work, in one line."""
+        counts = "num_envs num_steps total_timesteps updates batch_size n_step buffer_size learning_starts"
+        intervals = "checkpoint_interval log_interval target_interval"
+        for names, condition, holds in (
+            (f"{counts} {intervals} torch_threads eval_episodes", "at least 1", lambda value: value >= 1),
+            ("env_threads", "zero or more", lambda value: value >= 0),
+            ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
+            ("learning_rate max_grad_norm per_eps", "positive and finite", lambda value: 0 < value < math.inf),
+            ("gamma per_alpha per_beta eval_epsilon", "between 0 and 1", lambda value: 0 <= value <= 1),
+            ("start_epsilon middle_epsilon end_epsilon", "between 0 and 1", lambda value: 0 <= value <= 1),
+            ("middle_fraction end_fraction", "above 0 and at most 1", lambda value: 0 < value <= 1),
+            ("exp_name", "fit for a folder's name", lambda value: value == Path(value).name != ""),
+        ):
+            for name in names.split():
+                if not holds(getattr(self, name)):
+                    fail(f"--{name.replace('_', '-')} must be {condition}, not {getattr(self, name)!r}")
+        steps = self.num_envs * self.num_steps
+        if self.total_timesteps < steps:
+            fail(f"--total-timesteps {self.total_timesteps} is less than one iteration of {steps} steps")
+        if self.middle_fraction > self.end_fraction:
+            fail(f"--middle-fraction {self.middle_fraction} is more than --end-fraction {self.end_fraction}")
+        if self.learning_starts > min(self.buffer_size, self.total_timesteps):
+            limits = f"--buffer-size {self.buffer_size} and --total-timesteps {self.total_timesteps}"
+            fail(f"--learning-starts {self.learning_starts} is never reached with {limits}")
+        least = 2 * self.num_envs * (self.n_step + 4)
+        if self.buffer_size < least:
+            fail(f"--buffer-size {self.buffer_size} is too small for these games and n-step: at least {least}")
+
+
+def fail(message: object, status: int = 2) -> NoReturn:
+    """Print one line on standard error and exit. Status 2: a wrong call; 1: a run that cannot go on."""
+    print("error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def parse_args() -> tuple[Args, dict | None]:
+    """The arguments, and the checkpoint that `--resume` or `--evaluate` names, whose arguments become the defaults."""
+
+    def parse(defaults: Args) -> Args:
+        console = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(console):
+                return tyro.cli(Args, default=defaults)
+        except SystemExit as exit_:
+            if not exit_.code:  # --help
+                raise
+        lines = [line.strip(" │╭╮╰╯─") for line in console.getvalue().splitlines()[1:]]  # tyro draws a box
+        text = " ".join(line for line in lines if line.strip("-"))
+        fail(re.split("For full helptext|Argument helptext", text)[0])
+
+    args = parse(Args())
+    if args.resume is None and args.evaluate is None:
+        return args, None
+    if args.resume is not None and args.evaluate is not None:
+        fail("--resume and --evaluate exclude each other")
+    name = args.evaluate if args.resume is None else args.resume
+    if name == args.resume and Path(name).is_file():
+        fail(f"--resume takes a run folder, and {name} is a file")
+    checkpoint = load_checkpoint(name)
+    saved = {key: value for key, value in checkpoint["args"].items() if key in vars(args)}
+    args = parse(Args(**saved))
+    if args.env_id != saved["env_id"]:
+        fail(f"{name} was trained on {saved['env_id']}, not on {args.env_id}")
+    changed = [f"{key} {value} -> {getattr(args, key)}" for key, value in saved.items() if value != getattr(args, key)]
+    changed = [change for change in changed if not change.startswith(("resume ", "evaluate "))]
+    if args.resume and changed:
+        print(f"note: other arguments than the run began with: {', '.join(changed)}", file=sys.stderr)
+    return args, checkpoint
+
+
+def check_services(args: Args) -> None:
+    """Refuse a compiler, a device or a login that is asked for and not there."""
+    on_gpu = args.cuda and torch.cuda.is_available()
+    if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
+    if args.cuda and not on_gpu:
+        if args.strict_cuda:
+            fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
+        print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+    if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        import wandb
+
+        with contextlib.redirect_stderr(io.StringIO()):
+            logged_in = wandb.login(prompt=False)
+        if not logged_in:
+            fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
+    if args.upload_model:
+        import huggingface_hub
+
+        if not args.save_model or not huggingface_hub.get_token():
+            fail("--upload-model needs --save-model and a Hugging Face login: run `hf auth login` or set HF_TOKEN")
+
+
+def choose_device(args: Args) -> torch.device:
+    """The device of the networks, set up as the arguments say."""
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+
+
+def available_memory() -> int:
+    """Bytes of memory that this process may still take."""
+    try:
+        sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # a container has a limit of its own
+        limit, taken = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, limit - taken)
+    return available
+
+
+def check_memory(args: Args) -> None:
+    """Say what the replay will take, or refuse it where there is not that much."""
+    if args.replay_on_gpu and not (args.cuda and torch.cuda.is_available()):
+        fail("--replay-on-gpu needs --cuda and a CUDA device")
+    needed = replay_bytes(args)
+    available = torch.cuda.mem_get_info()[0] if args.replay_on_gpu else available_memory()
+    where = "GPU memory" if args.replay_on_gpu else "memory"
+    if needed > available:
+        most = int(0.99 * args.buffer_size * available / needed)
+        has = f"there are {available / 1e9:.1f} GB: at most --buffer-size {most}"
+        fail(f"--buffer-size {args.buffer_size} takes {needed / 1e9:.1f} GB of {where} when full, and {has}")
+    if needed >= 1e9:
+        print(f"note: the replay will take {needed / 1e9:.1f} GB of {where} when it is full", file=sys.stderr)
+
+
+def atari_settings(env_id: str) -> dict:
+    """What an Atari id means: the game, and the probability that the emulator repeats the last action instead.
+
+    Ends the program with one line where there is no such game or where the id means what cannot be had here.
+    """
+    gym.register_envs(ale_py)
+    games = {spec.name: spec.kwargs["game"] for spec in gym.registry.values() if spec.namespace == "ALE"}
+    match = re.fullmatch(r"(?:ALE/(\w+)-v5|([A-Za-z0-9]+?)(?:NoFrameskip|Deterministic)-v[04])", env_id)
+    name = match and (match[1] or match[2])
+    if name in games:
+        sticky = not env_id.endswith("-v4")
+        return {"game": games[name], "repeat_action_probability": 0.25 if sticky else 0.0}
+    plain = re.sub(r"^ALE/|(-ram)?(NoFrameskip|Deterministic)?(-v\d+)?$", "", env_id)
+    if plain in games:
+        fail(f"{env_id} is not to be had here: choose {plain}NoFrameskip-v4 or ALE/{plain}-v5 (with sticky actions)")
+    lower = {game.lower(): game for game in games}
+    nearest = [lower[game] for game in difflib.get_close_matches(plain.lower(), lower, n=3, cutoff=0.5)]
+    ids = ", ".join(f"{game}NoFrameskip-v4" for game in nearest)
+    fail(f"there is no Atari game {env_id}" + (f"; the nearest names: {ids}" if ids else ""))
+
+
+def make_envs(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv:
+    """Make Atari games that step together: observations (N, 4, 84, 84) in uint8, or (N, 1, 210, 160, 3) for a film."""
+    shape = {"img_height": 210, "img_width": 160, "stack_num": 1} if colour else {}
+    settings = {
+        "num_threads": args.env_threads,
+        "frameskip": 4,
+        "maxpool": True,  # over the last two frames: sprites flicker ([DQN] Methods)
+        "grayscale": not colour,
+        "img_height": 84,
+        "img_width": 84,
+        "stack_num": 4,
+        "full_action_space": False,
+        "noop_max": 30,  # a game begins with up to 30 idle frames
+        "use_fire_reset": True,
+        "max_num_frames_per_episode": 108_000,  # half an hour of play; then the game is truncated
+        "reward_clipping": False,  # Trap: True, the default, loses the game's score
+        "episodic_life": False,  # Trap: True begins the whole game anew at each lost life
+        "life_loss_info": True,  # this one terminates at a lost life and lets the game go on
+        "autoreset_mode": gym.vector.AutoresetMode.SAME_STEP,  # no row of a reset ever looks like a step
+    }
+    return AtariVectorEnv(num_envs=num_envs, **(settings | shape | atari_settings(args.env_id)))
+
+
+class Games:
+    """The bookkeeping of a vector of games: where one is over, where FIRE must be pressed, and the scores.
+
+    Args:
+        envs: the games.
+        episodic_life: whether a lost life counts as a termination.
+    """
+
+    def __init__(self, envs: AtariVectorEnv, episodic_life: bool = True) -> None:
+        self.envs, self.episodic_life = envs, episodic_life
+        buttons = list(envs.ale.get_action_set())
+        self.fire = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
+
+    def reset(self, seeds: list[int]) -> np.ndarray:
+        """Begin all games anew. Returns the observations (N, 4, 84, 84)."""
+        pixels, info = self.envs.reset(seed=np.array(seeds))
+        self.frames = info["episode_frame_number"]
+        self.new_life = np.ones(len(seeds), bool)
+        self.scores, self.lengths = np.zeros(len(seeds)), np.zeros(len(seeds), int)
+        return pixels
+
+    def press_fire(self, actions: np.ndarray) -> np.ndarray:
+        """Overwrite actions (N,) by FIRE on the first step of each life. Returns where the agent chose (N,).
+
+        Of a new game too: the emulator presses FIRE at a reset, but for one frame, which a sticky action may swallow.
+        """
+        if self.fire is None:
+            return np.ones(len(actions), bool)
+        actions[self.new_life] = self.fire
+        return ~self.new_life
+
+    def step(self, actions: np.ndarray) -> tuple:
+        """Play one step with actions (N,).
+
+        Returns the next observations, rewards (N,), terminations (N,), truncations (N,), where a game is over (N,), the
+        last observations of games that are over (meaningful where one is), and the finished games [(score, length)].
+        """
+        pixels, rewards, terminations, truncations, info = self.envs.step(actions)
+        # Trap: a lost life terminates too, and `lives` is already the next game's; but only a new game counts anew
+        over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
+        self.frames = info["episode_frame_number"]
+        self.new_life = terminations | truncations
+        if not self.episodic_life:
+            terminations = terminations & over
+        self.scores += rewards
+        self.lengths += 1
+        finished = [(float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(over)]
+        self.scores[over] = self.lengths[over] = 0
+        return pixels, rewards, terminations, truncations, over, info.get("final_obs"), finished
+
+
+def film(args: Args, env_seed: int, actions: list[int], path: Path) -> None:
+    """Play a game again from its seed and actions, in colour, and write it to `path` as a video."""
+    from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
+
+    envs = make_envs(args, 1, colour=True)
+    path.parent.mkdir(exist_ok=True)
+    frames, _ = envs.reset(seed=np.array([env_seed]))
+    with FFMPEG_VideoWriter(str(path), (320, 420), 15) as video:  # frame by frame: a game may be long
+        video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))
+        for action in actions[:-1]:  # the last step shows the next game already
+            frames, *_ = envs.step(np.array([action]))
+            video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))
+    envs.close()
+
+
+def reset_seeds(seed: int, *key: int, num: int) -> list[int]:
+    """Seeds for `num` environments, made of the run's seed and a key: the same key gives the same episodes."""
+    return [int(word) >> 1 for word in np.random.SeedSequence([seed, *key]).generate_state(num)]  # 31 bits
+
+
+class QNetwork(nn.Module):
+    """Q(s, a) for all actions: the convolutions of [DQN] Methods, then the two streams of [DUEL] Sec. 3 or one layer.
+
+    Args:
+        num_actions: A, the number of joystick positions.
+        dueling: whether value and advantages have streams of their own.
+        bf16: whether to compute in bfloat16.
+    """
+
+    def __init__(self, num_actions: int, dueling: bool = True, bf16: bool = False) -> None:
+        super().__init__()
+        self.dueling, self.bf16 = dueling, bf16
+        self.trunk = nn.Sequential(
+            nn.Conv2d(4, 32, 8, stride=4),  # (B, 32, 20, 20)
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 4, stride=2),  # (B, 64, 9, 9)
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3, stride=1),  # (B, 64, 7, 7)
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64 * 7 * 7, 512),
+            nn.ReLU(),
+        )
+        if dueling:
+            self.value = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1))
+            self.advantage = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, num_actions))
+        else:
+            self.head = nn.Linear(512, num_actions)
+        self.to(memory_format=torch.channels_last)  # the layout that convolutions like, here and in forward
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Q (B, A) of observations (B, 4, 84, 84) in uint8.
+
+        Q(s, a) = V(s) + A(s, a) - 1/|A| sum_a' A(s, a'), [DUEL] Eq. (9). Without the mean V and A are not determined.
+        """
+        with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.bf16):
+            hidden = self.trunk(pixels.to(torch.float32, memory_format=torch.channels_last) / 255)
+            if not self.dueling:
+                return self.head(hidden).float()
+            value, advantage = self.value(hidden).float(), self.advantage(hidden).float()
+        return value + advantage - advantage.mean(dim=-1, keepdim=True)
+
+
+class SumTree:
+    """A binary tree whose leaves are p_i^alpha and whose nodes are sums of their children, [PER] App. B.2.1.
+
+    One array holds it: node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half. All
+    methods take many leaves at once and go from level to level, log2(capacity) times. Everything is float64: in float32
+    a million leaves have the wrong sum.
+
+    Args:
+        capacity: the number of leaves.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.depth = (capacity - 1).bit_length()
+        self.first_leaf = 1 << self.depth
+        self.nodes = np.zeros(2 * self.first_leaf)
+
+    @property
+    def total(self) -> float:
+        """The sum of all leaves."""
+        return self.nodes[1]
+
+    def __getitem__(self, leaves: np.ndarray) -> np.ndarray:
+        return self.nodes[self.first_leaf + leaves]
+
+    def set(self, leaves: np.ndarray, values: np.ndarray | float) -> None:
+        """Write values (K,), none negative, to leaves (K,); of a leaf named twice the last one stays.
+
+        Sums are computed anew from both children: nothing drifts. Raises FloatingPointError where a value is not
+        finite: a single NaN in the root, and every draw would be the first leaf, without a word.
+        """
+        if not (np.isfinite(values) & (np.asarray(values) >= 0)).all():
+            raise FloatingPointError("a priority is not finite")
+        nodes = self.first_leaf + leaves
+        self.nodes[nodes] = values
+        for _ in range(self.depth):
+            nodes = nodes // 2
+            self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
+
+    def find(self, values: np.ndarray) -> np.ndarray:
+        """For each value (K,) in [0, total) the leaf (K,) in whose part of the cumulated sum it lies."""
+        nodes = np.ones(len(values), int)
+        for _ in range(self.depth):
+            nodes = 2 * nodes
+            left = self.nodes[nodes]
+            # Trap: a value next to the total may be above the left sum by rounding alone; without the second condition
+            # it ends on a leaf of zero, whose weight is infinite
+            right = (values >= left) & (self.nodes[nodes + 1] > 0)
+            values = np.where(right, values - left, values)
+            nodes = nodes + right
+        return nodes - self.first_leaf
+
+    def sample(self, size: int, rng: np.random.Generator) -> np.ndarray:
+        """Draw leaves (size,) in proportion to their values, one in each of `size` equal parts of the total."""
+        if not self.total > 0:
+            raise ValueError("nothing can be drawn: all leaves are zero")
+        return self.find((np.arange(size) + rng.random(size)) / size * self.total)
+
+
+def importance_weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
+    r"""w_i (B,) of probabilities (B,) up to a factor: w_i = (N P(i))^{-\beta} / \max_j w_j, [PER] Alg. 1, line 10.
+
+    The maximum is the minibatch's, the weight of the least probable one; so the factor and N cancel out.
+    """
+    return (probabilities / probabilities.min()) ** -beta
+
+
+def replay_bytes(args: Args) -> int:
+    """Bytes of a full replay: the frames, 8 for the rest of each row, and the tree, whose size is a power of two."""
+    rows = args.buffer_size // args.num_envs * args.num_envs
+    return (rows + 1) * 84 * 84 + rows * 8 + 16 * 2 ** (rows - 1).bit_length()
+
+
+def read_piece(path: Path) -> bytes:
+    """The compressed frames in a file of `Replay.state_dict`. Raises ValueError where its name does not fit them."""
+    try:
+        data = torch.load(path, weights_only=True)["frames"]
+        sound = path.stem.endswith(f"{zlib.crc32(data):08x}")
+    except Exception:
+        sound = False
+    if not sound:
+        raise ValueError(f"{path} is damaged or missing")
+    return data
+
+
+class Replay:
+    """Prioritised replay of single frames: a ring for each game, from which stacks and n-step returns are put together.
+
+    A row holds one frame and, but for a game's last one, what the agent did there and got. Row t of a game is s_t's
+    newest frame, row t + 1 is s_{t+1}'s; the last observation of a game has a row of its own, then comes the next game.
+    The rows that can be drawn are those with a priority. Never: last observations (nothing was done there). Not yet:
+    rows whose n successors are still to come. No longer: those whose first frames the ring has overwritten.
+
+    Args:
+        args: num_envs, buffer_size, n_step, gamma, and what [PER] needs.
+        device: where the frames are.
+    """
+
+    def __init__(self, args: Args, device: torch.device | str = "cpu") -> None:
+        self.args = args
+        self.streams, self.length = np.arange(args.num_envs), args.buffer_size // args.num_envs
+        self.blank = rows = args.num_envs * self.length  # one more row, always zero: the frames before a game's first
+        if torch.device(device).type == "cpu":  # Trap: torch.zeros would take all of the memory at once
+            self.frames = torch.from_numpy(np.zeros((rows + 1, 84, 84), np.uint8))
+        else:
+            self.frames = torch.zeros((rows + 1, 84, 84), dtype=torch.uint8, device=device)
+        self.ages = np.zeros(rows, np.uint8)  # frames of the same game in the rows before, at most 3
+        self.actions, self.rewards = np.zeros(rows, np.uint8), np.zeros(rows, np.float32)
+        self.terminations, self.truncations = np.zeros(rows, bool), np.zeros(rows, bool)
+        self.tree = SumTree(rows)
+        self.max_priority = 1.0
+        self.released = 0  # transitions that could ever be drawn
+        self.head = np.zeros(args.num_envs, int)  # of each game: where its next row goes,
+        self.age = np.zeros(args.num_envs, int)  # and how many frames it has so far
+        self.changed = np.zeros(-(-rows // PIECE), bool)  # since the last checkpoint
+        self.pieces, self.pieces_before = {}, set()  # files of this checkpoint and of the one before
+
+    def row(self, streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The row of a position in a game's ring."""
+        return streams * self.length + positions % self.length
+
+    def write(self, streams: np.ndarray, frames: np.ndarray) -> np.ndarray:
+        """Append frames (K, 84, 84) to the rings of games (K,). Returns their rows (K,)."""
+        position = self.head[streams]
+        rows = self.row(streams, position)
+        device = self.frames.device
+        self.frames.index_copy_(0, torch.from_numpy(rows).to(device), torch.from_numpy(frames).to(device))
+        self.ages[rows] = self.age[streams].clip(max=3)
+        self.changed[rows // PIECE] = True
+        self.head[streams] = (position + 1) % self.length
+        self.age[streams] += 1
+        # What stood there is gone, and the three rows that follow it have lost a frame of their stack
+        self.tree.set(self.row(streams[:, None], position[:, None] + np.arange(4)).ravel(), 0.0)
+        return rows
+
+    def release(self, rows: np.ndarray) -> None:
+        """Let rows (K,) be drawn, at first with the highest priority of all: [PER] Alg. 1, line 6."""
+        self.tree.set(rows, self.max_priority**self.args.per_alpha if self.args.prioritized else 1.0)
+        self.released += len(rows)
+
+    def add(self, frames, actions, rewards, terminations, truncations) -> None:
+        """One step of every game: the newest frames of s_t (N, 84, 84), and a_t, r_t and how it ended (N,)."""
+        rows = self.write(self.streams, frames)
+        self.actions[rows], self.rewards[rows] = actions, rewards
+        self.terminations[rows], self.truncations[rows] = terminations, truncations
+        before = self.row(self.streams, self.head - 1 - self.args.n_step)  # the frame just written is their s_{t+n}
+        self.release(before[self.age > self.args.n_step])
+
+    def end(self, streams: np.ndarray, frames: np.ndarray) -> None:
+        """Games (K,) are over: their last observations' newest frames (K, 84, 84). Rows that waited can be drawn."""
+        back = np.arange(self.args.n_step)
+        waiting = self.row(streams[:, None], self.head[streams, None] - 1 - back)[back < self.age[streams, None]]
+        self.write(streams, frames)
+        self.release(waiting)
+        self.age[streams] = 0
+
+    def cut(self, frames: np.ndarray) -> None:
+        """Cut all open games off, as a time limit would, with their last observations' newest frames (N, 84, 84)."""
+        streams = np.flatnonzero(self.age)
+        self.truncations[self.row(streams, self.head[streams] - 1)] = True
+        self.end(streams, frames[streams])
+
+    def stacks(self, streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Rows (B, 4) of the frames of s_t, blank before a game's first frame as the environment has it."""
+        back = np.arange(3, -1, -1)
+        rows = self.row(streams[:, None], positions[:, None] - back)
+        return np.where(back > self.ages[rows[:, 3:]], self.blank, rows)
+
+    def sample(self, size: int, beta: float, rng: np.random.Generator, device: torch.device | str = "cpu") -> tuple:
+        r"""Draw B transitions: their rows (B,), and a batch on the device.
+
+        The batch: pixels (B, 8, 84, 84), four frames of s_t and four of the bootstrap's state; actions a_t (B,);
+
+            returns    R^(n) = \sum_{k<m} \gamma^k r_{t+k}                                   (B,)
+            discounts  \gamma^m, or 0 where the last of these steps was a termination         (B,)
+            weights    w_i                                                                    (B,)
+
+        where m is n, or the steps up to the return's end. It ends with a life or a game, and where a game was cut off.
+        """
+        rows = self.tree.sample(size, rng)
+        streams, positions = np.divmod(rows, self.length)
+        k = np.arange(self.args.n_step)
+        window = self.row(streams[:, None], positions[:, None] + k)  # (B, n)
+        goes_on = np.cumprod(~(self.terminations | self.truncations)[window], axis=1)
+        counts = np.concatenate([np.ones((size, 1), int), goes_on[:, :-1]], axis=1)  # (B, n), 1 for k < m
+        m = counts.sum(axis=1)
+        returns = (self.args.gamma**k * counts * self.rewards[window]).sum(axis=1)
+        discounts = self.args.gamma**m * ~self.terminations[window[np.arange(size), m - 1]]
+        weights = importance_weights(self.tree[rows], beta)
+        frames = np.concatenate([self.stacks(streams, positions), self.stacks(streams, positions + m)], axis=1)
+        # Detail: frames[indices] is ten times as slow
+        pixels = self.frames.index_select(0, torch.from_numpy(frames.ravel()).to(self.frames.device))
+
+        def send(tensor: torch.Tensor) -> torch.Tensor:
+            if torch.device(device).type == "cpu" or tensor.is_cuda:
+                return tensor
+            return tensor.pin_memory().to(device, non_blocking=True)  # uint8 across the bus
+
+        columns = np.stack([returns, discounts, weights]).astype(np.float32)
+        actions = torch.from_numpy(self.actions[rows].astype(np.int64))
+        return rows, (send(pixels.view(size, 8, 84, 84)), send(actions), *send(torch.from_numpy(columns)))
+
+    def update(self, rows: np.ndarray, td_errors: np.ndarray) -> None:
+        """Priorities p_i = |delta_i| + eps of rows (B,): [PER] Alg. 1, line 12. Raises FloatingPointError."""
+        if self.args.prioritized:
+            priorities = np.abs(td_errors.astype(np.float64)) + self.args.per_eps
+            self.tree.set(rows, priorities**self.args.per_alpha)
+            self.max_priority = max(self.max_priority, float(priorities.max()))
+
+    def priorities(self, most: int = 10_000) -> np.ndarray:
+        """p_i^alpha of what can be drawn, of every k-th row where there are many."""
+        leaves = self.tree[np.arange(0, self.blank, -(-self.blank // most))]
+        return leaves[leaves > 0]
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """All that is as long as the replay, but for the frames."""
+        leaves = self.tree.nodes[self.tree.first_leaf :][: self.blank]
+        rest = ("ages", "actions", "rewards", "terminations", "truncations", "head")
+        return {"leaves": leaves} | {name: getattr(self, name) for name in rest}
+
+    def state_dict(self, folder: Path) -> dict:
+        """The state between games. Frames that have changed are written to the folder, compressed, in pieces.
+
+        A piece is named by its number and its content, so it never changes: older checkpoints remain whole.
+        """
+        folder.mkdir(exist_ok=True)
+        for k in np.flatnonzero(self.changed).tolist():
+            data = zlib.compress(self.frames[: self.blank][k * PIECE : (k + 1) * PIECE].cpu().numpy(), level=1)
+            self.pieces[k] = f"{k:05}_{zlib.crc32(data):08x}.pt"
+            write_atomically(folder / self.pieces[k], {"frames": data})
+        self.changed[:] = False
+        columns = {name: torch.from_numpy(column.copy()) for name, column in self.columns().items()}
+        return columns | {"max_priority": self.max_priority, "released": self.released, "pieces": dict(self.pieces)}
+
+    def load_state_dict(self, state: dict, folder: Path) -> None:
+        """The inverse."""
+        for name, column in self.columns().items():
+            column[:] = state[name].numpy()
+        self.tree.set(np.arange(self.blank), self.columns()["leaves"])  # the sums
+        self.max_priority, self.released, self.pieces = state["max_priority"], state["released"], dict(state["pieces"])
+        for k, name in self.pieces.items():
+            data = bytearray(zlib.decompress(read_piece(folder / name)))
+            piece = self.frames[: self.blank][k * PIECE : (k + 1) * PIECE]
+            piece.copy_(torch.frombuffer(data, dtype=torch.uint8).view(piece.shape))
+        self.pieces_before = set(self.pieces.values())
+
+    def remove_old_pieces(self, folder: Path) -> None:
+        """Remove the files that neither this checkpoint nor the one before it has."""
+        pieces = set(self.pieces.values())
+        for path in folder.iterdir():
+            if path.name not in pieces | self.pieces_before:
+                path.unlink()
+        self.pieces_before = pieces
+
+
+def td_loss(q_network, target_network, pixels, actions, returns, discounts, weights, double: bool) -> tuple:
+    r"""The loss () of a minibatch from `Replay.sample`, its TD errors (B,) and its values Q(s_t, a_t) (B,).
+
+    y = R^(n) + \gamma^n Q'(s_{t+n}, \argmax_a Q(s_{t+n}, a)), [DDQN] Eq. (4); without `double` the argmax is of Q'
+    L = 1/B \sum_i w_i Huber(\delta_i),   \delta_i = y - Q(s_t, a_t), [PER] Alg. 1, lines 11 and 13
+    """
+    obs, next_obs = pixels[:, :4], pixels[:, 4:]
+    with torch.no_grad():
+        next_values = target_network(next_obs)  # (B, A)
+        best = (q_network(next_obs) if double else next_values).argmax(dim=-1, keepdim=True)
+        targets = returns + discounts * next_values.gather(1, best).squeeze(1)
+    values = q_network(obs).gather(1, actions[:, None]).squeeze(1)
+    loss = (weights * F.smooth_l1_loss(values, targets, reduction="none")).mean()
+    return loss, (targets - values).detach(), values.detach()
+
+
+def explore(q_values: torch.Tensor, epsilon: float, rng: np.random.Generator) -> np.ndarray:
+    """For each row of q_values (N, A) the best action, or with probability epsilon any: (N,)."""
+    best = q_values.argmax(dim=-1).cpu().numpy()
+    return np.where(rng.random(len(best)) < epsilon, rng.integers(q_values.shape[1], size=len(best)), best)
+
+
+@torch.no_grad()
+def evaluate(args: Args, model: dict, run_folder: Path) -> list[float]:
+    """Play `args.eval_episodes` whole games side by side, and print their scores: not clipped, all lives together.
+
+    `model` is a checkpoint or what model.pt holds. A random action is played with probability `args.eval_epsilon`. The
+    games depend on args.seed alone and are none of training's; the emulator ends each after 108,000 frames.
+    """
+    device = choose_device(args)
+    games = Games(make_envs(args, args.eval_episodes))
+    q_network = QNetwork(games.envs.single_action_space.n, args.dueling, args.bf16).to(device)
+    q_network.load_state_dict(model["agent"])
+    rng = np.random.default_rng([args.seed, 0, 1])
+    seeds = reset_seeds(args.seed, 0, 1, num=args.eval_episodes)
+    pixels = games.reset(seeds)
+    returns = np.zeros(args.eval_episodes)
+    playing = np.ones(args.eval_episodes, bool)
+    first_game = []
+    while playing.any():
+        actions = explore(q_network(torch.from_numpy(pixels).to(device)), args.eval_epsilon, rng)
+        games.press_fire(actions)
+        if playing[0]:
+            first_game.append(int(actions[0]))
+        pixels, rewards, _, _, over, _, _ = games.step(actions)
+        returns += rewards * playing
+        playing &= ~over
+    games.envs.close()
+    if args.capture_video:
+        film(args, seeds[0], first_game, run_folder / "videos" / f"evaluation-step-{model['global_step']}.mp4")
+    kind = f"epsilon {args.eval_epsilon:g}"
+    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} games of {kind}")
+    print("returns: " + " ".join(f"{value:.2f}" for value in returns), flush=True)
+    return returns.tolist()
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = [path for path in run_folder.glob("checkpoint_*.pt") if path.stem[11:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.stem[11:]))
+
+
+def write_atomically(path: Path, content: dict | str) -> None:
+    """Write a checkpoint or a text so that `path` holds all of it or is not there: another name, a sync, a rename."""
+    buffer = io.BytesIO(content.encode() if isinstance(content, str) else b"")
+    if isinstance(content, dict):
+        torch.save(content, buffer)
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def save_checkpoint(run_folder: Path, state: dict) -> None:
+    """Write checkpoint_{global_step}.pt and keep the last two."""
+    write_atomically(run_folder / f"checkpoint_{state['global_step']}.pt", state)
+    for path in checkpoints(run_folder)[:-2]:
+        path.unlink()
+
+
+def read_checkpoint(path: Path) -> dict:
+    """Load one file of this script, running no pickled code. Raises ValueError that says what is wrong with it."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():  # Trap: torch.load does not compare the checksums
+                raise ValueError("checksum")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged or no checkpoint") from error
+    parts = set(checkpoint) if isinstance(checkpoint, dict) else set()
+    if not parts >= {"script", "args", "global_step", "agent"} or checkpoint["script"] != SCRIPT:
+        raise ValueError(f"{path} is no checkpoint of {SCRIPT}.py")
+    with contextlib.suppress(OSError):
+        env_id = json.loads((path.parent / "args.json").read_text())["env_id"]
+        if checkpoint["args"]["env_id"] != env_id:
+            raise ValueError(f"{path} is a checkpoint of {checkpoint['args']['env_id']} in a run of {env_id}")
+    return checkpoint
+
+
+def load_checkpoint(name: str) -> dict:
+    """The checkpoint or model in a file, or the newest sound checkpoint of a run folder; damaged ones are named."""
+    path = Path(name)
+    if not name or not path.exists():
+        fail(f"there is no file or folder {name!r}")
+    problems = []
+    for candidate in reversed(checkpoints(path)) if path.is_dir() else [path]:
+        try:
+            checkpoint = read_checkpoint(candidate)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            print(f"note: {problem}; using {candidate.name}", file=sys.stderr)
+        return checkpoint
+    fail("; ".join(problems) or f"{name} holds no checkpoint of {SCRIPT}.py")
+
+
+def check_replay(args: Args, checkpoint: dict) -> dict:
+    """The newest checkpoint of the run with a whole replay; damaged ones are named, one of another shape is refused."""
+    if not args.checkpoint_replay or not checkpoint["replay"]:
+        print("note: the replay begins empty: this is not exactly the run that was interrupted", file=sys.stderr)
+        return checkpoint | {"replay": None}
+    run_folder, problems, newest = Path(args.resume), [], checkpoint
+    for path in reversed(checkpoints(run_folder)):
+        try:
+            checkpoint = read_checkpoint(path)
+            for name in checkpoint["replay"]["pieces"].values():
+                read_piece(run_folder / "replay" / name)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        break
+    else:
+        fail("; ".join(problems))
+    if checkpoint["global_step"] < newest["global_step"]:
+        for problem in problems:
+            print(f"note: {problem}; using {path.name}", file=sys.stderr)
+        for name, value in checkpoint["args"].items():  # what no flag overrides is that checkpoint's
+            if getattr(args, name) == newest["args"][name]:
+                setattr(args, name, value)
+    for name in ("buffer_size", "num_envs"):
+        if getattr(args, name) != checkpoint["args"][name]:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag} does not fit a replay of {checkpoint['args'][name]}: --no-checkpoint-replay begins a new one")
+    return checkpoint
+
+
+def how_to_resume(run_folder: Path | None) -> str:
+    """What to add to the message of a run that ends before its time."""
+    if run_folder is None or not checkpoints(run_folder):
+        return ""
+    newest = checkpoints(run_folder)[-1]
+    return f"; the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {run_folder}"
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM arrived; the argument is the signal's number."""
+
+
+def interrupt(signum: int, frame: object) -> NoReturn:
+    """The handler of both signals: the first one ends the run, further ones change nothing."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: None)  # Trap: SIG_IGN complains of a second signal that has just arrived
+    raise Interrupted(signum)
+
+
+class Progress:
+    """The state of the run in one line: rewritten in place on a terminal, else a plain line every ten seconds."""
+
+    def __init__(self, first_step: int, last_step: int) -> None:
+        self.first_step, self.last_step = first_step, last_step
+        self.started = time.perf_counter()
+        self.shown = -math.inf
+
+    def sps(self, global_step: int) -> float:
+        """Environment steps per second since this process began to train."""
+        return (global_step - self.first_step) / (time.perf_counter() - self.started)
+
+    def show(self, global_step: int, recent_returns: deque) -> None:
+        """Show steps, speed, the mean return of the last episodes and the time left."""
+        terminal, now, last = sys.stdout.isatty(), time.perf_counter(), global_step >= self.last_step
+        if not last and now - self.shown < (0.1 if terminal else 10):
+            return
+        self.shown = now
+        sps = self.sps(global_step)
+        left = int((self.last_step - global_step) / max(sps, 1e-9))
+        score = f"{np.mean(recent_returns):.1f}" if recent_returns else "-"
+        line = (
+            f"{global_step:,}/{self.last_step:,} steps  {sps:,.0f} steps/s  "
+            f"return {score} (last {len(recent_returns)})  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        )
+        print(f"\r{line}\x1b[K" if terminal else line, end="\n" if last or not terminal else "", flush=True)
+
+
+def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> SummaryWriter:
+    """Open the TensorBoard log, and W&B with `--track`. A resumed run's log goes on where its checkpoint was written.
+
+    Each checkpoint is preceded by a point `charts/checkpoint`. On resuming, everything up to that point is copied into
+    a new event file and the old files are removed: what was logged between the checkpoint and the interruption will be
+    logged again. W&B replaces the run of the same id by what it reads in the new file, so its curve is whole too.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    old_files = sorted(run_folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_size)
+    if args.track:
+        import wandb
+
+        shutil.rmtree(run_folder / "wandb", ignore_errors=True)
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            id=run_folder.name,
+            name=run_folder.name,
+            config=vars(args),
+            dir=run_folder,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # This is sync_tensorboard. Trap: without save=False, W&B links the run folder into a folder of the run folder,
+        # follows the link, and logs every point again and again.
+        wandb.tensorboard.patch(save=False, root_logdir=str(run_folder), pytorch=True)
+    # On a full disk TensorBoard's thread fails with a traceback, and then the next call, whose one line is enough
+    threading.excepthook = lambda failure: failure.exc_type is OSError or threading.__excepthook__(failure)
+    writer = SummaryWriter(str(run_folder), flush_secs=10)
+    if resumed_step is None:
+        rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
+        writer.add_text("hyperparameters", f"|argument|value|\n|-|-|\n{rows}")
+    # The largest file: a copy that was itself interrupted is smaller than what it copies
+    for event in map(Event.FromString, RawEventFileLoader(str(old_files[-1])).Load() if old_files else ()):
+        if not event.HasField("file_version"):
+            writer.file_writer.event_writer.add_event(event)
+        if event.step == resumed_step and any(v.tag == "charts/checkpoint" for v in event.summary.value):
+            break
+    writer.flush()
+    for path in old_files:
+        path.unlink()
+    return writer
+
+
+def finish_tracking(run_folder: Path) -> None:
+    """Send the videos to W&B and end its run. (Its own `monitor_gym` fails with gymnasium 1.)"""
+    import wandb
+
+    films = sorted((run_folder / "videos").glob("*.mp4"))
+    if films:
+        wandb.log({f"videos/{path.stem}": wandb.Video(str(path), format="mp4") for path in films})
+    wandb.finish()
+
+
+def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
+    """Upload model.pt, the arguments and a model card to the Hugging Face hub."""
+    from huggingface_hub import HfApi
+
+    name = f"{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}"
+    card = f"""---
+tags: [reinforcement-learning, {args.env_id}, {SCRIPT}]
+---
+# {args.env_id}, {SCRIPT}.py
+
+Return {np.mean(returns):.2f} +- {np.std(returns):.2f}: mean and standard deviation of {len(returns)} episodes.
+
+Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {SCRIPT}.py --evaluate model.pt`.
+
+```json
+{json.dumps(vars(args), indent=2)}
+```
+"""
+    api = HfApi()
+    repo_id = api.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True).repo_id
+    api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id)
+    for file in ("model.pt", "args.json"):
+        api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
+
+
+def read_live(run_folder: Path, args: Args, live: dict, global_step: int) -> None:
+    """Take over what live.json says since it was last read, and say so; what makes no sense is named and ignored.
+
+    Changes `args`, and `live`: the file's text as it was last read, and all changes [step, name, before, after].
+    """
+    try:
+        text = (run_folder / "live.json").read_text(errors="replace")
+    except OSError:
+        return
+    if text == live["text"]:
+        return
+    live["text"] = text
+    try:
+        values = json.loads(text)
+        good = [name in LIVE and type(v) in (int, float) and 0 < v < math.inf for name, v in values.items()]
+    except (ValueError, AttributeError):
+        good = [False]
+    if not all(good):
+        form = json.dumps({name: getattr(args, name) for name in LIVE})
+        print(f"\nnote: live.json is ignored: it must be like {form}", file=sys.stderr)
+        return
+    for name, value in values.items():
+        if value != (before := getattr(args, name)):
+            setattr(args, name, float(value))
+            live["changes"].append([global_step, name, before, float(value)])
+            print(f"\nnote: live.json at step {global_step:,}: {name} {before} -> {value}", file=sys.stderr)
+
+
+def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
+    """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
+    T, N = args.num_steps, args.num_envs
+    steps = T * N
+    global_step = checkpoint["global_step"] if checkpoint else 0
+    last_step = global_step + math.ceil((args.total_timesteps - global_step) / steps) * steps
+    if last_step != args.total_timesteps:
+        iterations = f"{last_step // steps:,} iterations of {steps:,}"
+        print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({iterations})", file=sys.stderr)
+    device = choose_device(args)
+    torch.manual_seed(args.seed)  # the parameters
+    rng = np.random.default_rng(args.seed)  # the exploration and the minibatches
+
+    games = Games(make_envs(args, N))
+    num_actions = games.envs.single_action_space.n
+    q_network, target_network = (QNetwork(num_actions, args.dueling, args.bf16).to(device) for _ in range(2))
+    target_network.load_state_dict(q_network.state_dict())
+    optimizer = torch.optim.Adam(q_network.parameters(), fused=True)
+    replay = Replay(args, device if args.replay_on_gpu else "cpu")
+    recent_returns = deque(maxlen=100)
+    live = {"text": "", "changes": []}
+    iteration = 0
+    if checkpoint:
+        iteration, live = checkpoint["iteration"], checkpoint["live"]
+        q_network.load_state_dict(checkpoint["agent"])
+        target_network.load_state_dict(checkpoint["target_network"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        if checkpoint["replay"]:
+            replay.load_state_dict(checkpoint["replay"], run_folder / "replay")
+        rng.bit_generator.state = checkpoint["rng"]
+        recent_returns.extend(checkpoint["recent_returns"])
+    loss_function = td_loss
+    if args.compile:
+        loss_function = torch.compile(td_loss, mode="reduce-overhead" if device.type == "cuda" else None)
+
+    def model() -> dict:
+        return {
+            "script": SCRIPT,
+            "args": vars(args) | {"resume": None, "evaluate": None},
+            "global_step": global_step,
+            "agent": q_network.state_dict(),
+        }
+
+    def save() -> None:
+        """A checkpoint is the model and all else that the rest of the run depends on."""
+        writer.add_scalar("charts/checkpoint", global_step, global_step)
+        writer.flush()
+        rest = {
+            "iteration": iteration,
+            "target_network": target_network.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "replay": replay.state_dict(run_folder / "replay") if args.checkpoint_replay else None,
+            "live": live,
+            "rng": rng.bit_generator.state,
+            "recent_returns": list(recent_returns),
+        }
+        save_checkpoint(run_folder, model() | rest)
+        if args.checkpoint_replay:
+            replay.remove_old_pieces(run_folder / "replay")
+
+    writer = make_writer(args, run_folder, global_step if checkpoint else None)
+    if not checkpoint:
+        save()
+    progress = Progress(global_step, last_step)
+    fractions = (0.0, args.middle_fraction, args.end_fraction)
+    epsilons = (args.start_epsilon, args.middle_epsilon, args.end_epsilon)
+    pixels = None
+
+    while global_step < last_step:
+        if pixels is None:  # at the start and after each checkpoint
+            seeds = reset_seeds(args.seed, global_step, num=N)
+            pixels = games.reset(seeds)
+            first_game, first_step = [] if args.capture_video else None, global_step
+        done = global_step / last_step  # part of the run
+        epsilon = float(np.interp(done, fractions, epsilons))
+        per_beta = args.per_beta + (1 - args.per_beta) * done
+        optimizer.param_groups[0]["lr"] = args.learning_rate
+
+        # Play T steps in each game: [DQN] Alg. 1, lines "select a_t" to "store transition"
+        for _ in range(T):
+            with torch.no_grad():
+                actions = explore(q_network(torch.from_numpy(pixels).to(device)), epsilon, rng)
+            games.press_fire(actions)
+            frames = pixels[:, -1]
+            pixels, raw_rewards, terminations, truncations, over, final_pixels, finished = games.step(actions)
+            replay.add(frames, actions, np.sign(raw_rewards), terminations, truncations)
+            if over.any():  # the next row is another game's
+                replay.end(np.flatnonzero(over), final_pixels[over, -1])
+            global_step += N
+            for score, length in finished:
+                recent_returns.append(score)
+                writer.add_scalar("charts/episodic_return", score, global_step)
+                writer.add_scalar("charts/episodic_length", length, global_step)
+            if first_game is not None:
+                first_game.append(int(actions[0]))
+                if over[0]:
+                    film(args, seeds[0], first_game, run_folder / "videos" / f"train-step-{first_step}.mp4")
+                    first_game = None
+
+        # Learn: [PER] Alg. 1, lines 8 to 15
+        warm = replay.released >= args.learning_starts
+        if warm:
+            grad_norms = []
+            drawn = replay.sample(args.batch_size, per_beta, rng, device)
+            for update in range(args.updates):
+                rows, batch = drawn
+                optimizer.zero_grad()
+                loss, td_errors, values = loss_function(q_network, target_network, *batch, double=args.double)
+                loss.backward()
+                grad_norms.append(nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm))
+                optimizer.step()
+                if update + 1 < args.updates:  # a GPU is still busy with this minibatch as the next one is drawn
+                    drawn = replay.sample(args.batch_size, per_beta, rng, device)
+                replay.update(rows, td_errors.cpu().numpy())
+            if not torch.stack(grad_norms).isfinite().all():
+                raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
+        iteration += 1
+        if iteration % args.target_interval == 0:
+            target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
+
+        if iteration % args.log_interval == 0 or global_step == last_step:
+            scalars = {
+                "charts/learning_rate": args.learning_rate,
+                "charts/epsilon": epsilon,
+                "charts/per_beta": per_beta,
+                "charts/SPS": progress.sps(global_step),
+            }
+            if warm:
+                scalars |= {
+                    "losses/td_loss": loss.detach(),
+                    "losses/q_values": values.mean(),
+                    "losses/grad_norm": grad_norms[-1],
+                }
+                writer.add_histogram("charts/priorities", replay.priorities(), global_step)
+            for tag, scalar in scalars.items():
+                writer.add_scalar(tag, scalar, global_step)
+            progress.show(global_step, recent_returns)
+            read_live(run_folder, args, live, global_step)
+        if global_step // args.checkpoint_interval > (global_step - steps) // args.checkpoint_interval:
+            replay.cut(pixels[:, -1])
+            save()
+            pixels = None
+
+    if pixels is not None:
+        replay.cut(pixels[:, -1])
+        save()
+    games.envs.close()
+    returns = evaluate(args, model(), run_folder)
+    writer.add_scalar("eval/episodic_return", np.mean(returns), global_step)
+    if args.save_model:
+        write_atomically(run_folder / "model.pt", model())
+    if args.upload_model:
+        upload_model(args, run_folder, returns)
+    writer.close()
+    if args.track:
+        finish_tracking(run_folder)
+
+
+def main() -> None:
+    """Evaluate a checkpoint, go on with a run, or start a new one."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, interrupt)
+    run_folder = None
+    try:
+        args, checkpoint = parse_args()
+        args.check()
+        make_envs(args, 1).close()  # what is wrong with the game is said before anything is written
+        if args.evaluate:
+            path = Path(args.evaluate)
+            evaluate(args, checkpoint, path if path.is_dir() else path.parent)
+            return
+        check_services(args)
+        check_memory(args)
+        if args.resume:
+            checkpoint = check_replay(args, checkpoint)
+        run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        run_folder = Path(args.resume or f"runs/{run_name}")
+        run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        write_atomically(
+            run_folder / "args.json", json.dumps(vars(args) | {"resume": None, "evaluate": None}, indent=2)
+        )
+        print(f"run folder: {run_folder}", flush=True)
+        train(args, run_folder, checkpoint)
+    except Interrupted as interrupted:
+        status = 128 + interrupted.args[0]
+        print(
+            ("\n" if sys.stdout.isatty() else "") + f"interrupted{how_to_resume(run_folder)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].finish(exit_code=status)
+        os._exit(status)  # at once, whatever compilers and other threads are at
+    except (FloatingPointError, OSError) as error:
+        fail(f"{error}{how_to_resume(run_folder)}", status=1)
+
+
+if __name__ == "__main__":
+    main()
