@@ -35,6 +35,7 @@ value function expected more likely, fits the value function to the returns, and
     r_t             rewards            (T, N)           reward, its sign only
     R_t             returns            (T, N)           n-step return, [A3C] Alg. S3
     A               advantages         (T, N)           R_t - V(s_t), [A3C] Sec. 4; with lambda < 1 [GAE] Eq. (16)
+                    chosen             (T, N)           1 where the agent chose a_t, 0 where FIRE was pressed for it
     \pi(a|s)        logits             (T * N, A)       before the softmax
     V(s)            values             (T, N)           value function
     H               entropy            ()               entropy of the policy
@@ -47,7 +48,10 @@ Where this differs from common practice, and why:
   * RMSprop is TensorFlow's by default (epsilon inside the root, the average starting at one). The first steps of
     PyTorch's are thousands of times as large, and whether Pong is learned has been seen to depend on it.
   * A lost life ends the return, not the game. On the first step of each life FIRE is pressed for the agent: a game like
-    Breakout would otherwise wait for ever for a policy that has forgotten to. It is not credited to the policy.
+    Breakout would otherwise wait for ever for a policy that has forgotten to. It is not credited to the policy (such a
+    step still fits the value function, and the policy's entropy there counts).
+  * [A3C] itself has one worker per game without a lock, a smaller network, a learning rate that falls to zero
+    (`--anneal-lr`), sums over the rollout where this has means, and no clipping of the gradient.
   * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
   * Rewards are clipped to their sign for learning only; what is logged is the whole game's score.
   * Ids mean what they mean elsewhere: `BreakoutNoFrameskip-v4` and `BreakoutDeterministic-v4` know no sticky actions,
@@ -101,7 +105,7 @@ class Args:
     exp_name: str = Path(__file__).stem
     """the name of this experiment, part of the run folder's name"""
     seed: int = 1
-    """seed of the parameters, the noise, the minibatches and the environments"""
+    """seed of the parameters, the actions and the environments"""
     torch_deterministic: bool = True
     """if toggled, cuDNN uses deterministic algorithms only"""
     cuda: bool = True
@@ -123,7 +127,7 @@ class Args:
     capture_video: bool = False
     """if toggled, videos of the first game after each checkpoint and of the evaluation, in colour"""
     save_model: bool = True
-    """if toggled, the trained parameters and statistics are saved as model.pt in the run folder"""
+    """if toggled, the trained parameters are saved as model.pt in the run folder"""
     upload_model: bool = False
     """if toggled, the saved model and its card are uploaded to the Hugging Face hub"""
     hf_entity: str = ""
@@ -303,7 +307,7 @@ def make_envs(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv
         "img_width": 84,
         "stack_num": 4,
         "full_action_space": False,
-        "noop_max": 30,  # a game begins with up to 30 idle frames
+        "noop_max": 30,  # a game begins with fewer than 30 idle frames
         "use_fire_reset": True,
         "max_num_frames_per_episode": 108_000,  # half an hour of play; then the game is truncated
         "reward_clipping": False,  # Trap: True, the default, loses the game's score
@@ -819,7 +823,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 )
                 rewards[t] = np.sign(raw_rewards)
                 global_step += N
-                if truncations[t].any():  # the next row is another game's
+                if args.bootstrap_truncation and truncations[t].any():  # the next row is another game's
                     next_values[t] = forward(torch.from_numpy(final_pixels).to(device))[1].cpu().numpy()
                 for score, length in finished:
                     recent_returns.append(score)
@@ -836,7 +840,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         next_values = np.where(truncations, next_values, np.concatenate([values[1:], last_value[None]]))
         ends = terminations if args.bootstrap_truncation else terminations | truncations
         advantages = compute_gae(rewards, values, next_values, ends, truncations, args.gamma, args.gae_lambda)
-        batch = (actions, chosen, advantages, advantages + values)
+        returns = advantages + values
+        batch = (actions, chosen, advantages, returns)
         b_actions, b_chosen, b_advantages, b_returns = (torch.from_numpy(x).view(-1).to(device) for x in batch)
 
         # One step of gradient descent on the whole rollout: [A3C] Alg. S3, the gradients and the update
@@ -860,7 +865,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 "losses/value_loss": value_loss,
                 "losses/entropy": entropy,
                 "losses/grad_norm": grad_norm,
-                "losses/explained_variance": 1 - np.var(advantages) / max(np.var(advantages + values), 1e-12),
+                "losses/explained_variance": 1 - np.var(advantages) / max(np.var(returns), 1e-12),
             }
             for tag, scalar in scalars.items():
                 writer.add_scalar(tag, scalar, global_step)
@@ -872,12 +877,12 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     if pixels is not None:
         save()
     games.envs.close()
-    returns = evaluate(args, model(), run_folder)
-    writer.add_scalar("eval/episodic_return", np.mean(returns), global_step)
+    scores = evaluate(args, model(), run_folder)
+    writer.add_scalar("eval/episodic_return", np.mean(scores), global_step)
     if args.save_model:
         write_atomically(run_folder / "model.pt", model())
     if args.upload_model:
-        upload_model(args, run_folder, returns)
+        upload_model(args, run_folder, scores)
     writer.close()
     if args.track:
         finish_tracking(run_folder)

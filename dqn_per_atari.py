@@ -373,7 +373,7 @@ def make_envs(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv
         "img_width": 84,
         "stack_num": 4,
         "full_action_space": False,
-        "noop_max": 30,  # a game begins with up to 30 idle frames
+        "noop_max": 30,  # a game begins with fewer than 30 idle frames
         "use_fire_reset": True,
         "max_num_frames_per_episode": 108_000,  # half an hour of play; then the game is truncated
         "reward_clipping": False,  # Trap: True, the default, loses the game's score

@@ -57,6 +57,7 @@ So is one thread of torch: two gain nothing and lose much on a busy machine. Ste
 """
 
 import contextlib
+import copy
 import difflib
 import functools
 import importlib.util
@@ -74,6 +75,7 @@ import time
 import warnings
 import zipfile
 from collections import deque
+from collections.abc import Callable
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
@@ -485,30 +487,8 @@ def ppo_loss(
     return loss, (policy_loss.detach(), value_loss.detach(), entropy.detach(), logratio.detach())
 
 
-def flatten_parameters(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move all parameters, and their gradients, into one vector each (P,), of which they become views.
-
-    Clipping, zeroing and the optimiser are then a few operations on one tensor instead of a few on each of a dozen.
-    """
-    theta = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
-    grad = torch.zeros_like(theta)
-    nn.utils.vector_to_parameters(theta, module.parameters())
-    for parameter, view in zip(module.parameters(), grad.split([p.numel() for p in module.parameters()])):
-        parameter.grad = view.view_as(parameter)
-    return theta, grad
-
-
-def eager_gradient(agent: Agent, theta, grad, minibatch, args: Args):
-    """Gradient of the loss, by autograd into the flat vector `grad` (P,), and the loss's parts."""
-    obs, actions, *rest = minibatch
-    loss, parts = ppo_loss(*agent(obs, actions), *rest, args)
-    grad.zero_()
-    loss.backward()
-    return grad, parts
-
-
-def functional_gradient(agent: Agent, theta, grad, minibatch, args: Args):
-    """The same gradient as a pure function of `theta` (P,), which torch.compile traces as one graph.
+def loss_gradient(agent: Agent, theta: torch.Tensor, minibatch: tuple, args: Args):
+    """Gradient of the loss at the parameters `theta` (P,), and the loss's parts. A pure function: it can be traced.
 
     Only the structure of `agent` is used, so it may lie on the device "meta" (and must not share memory with theta).
     """
@@ -523,24 +503,39 @@ def functional_gradient(agent: Agent, theta, grad, minibatch, args: Args):
     return torch.func.grad(loss_of, has_aux=True)(theta)
 
 
-def minibatch_step(
-    gradient, agent: Agent, theta, grad, exp_avg, exp_avg_sq, step_size, bias_correction, minibatch, args
-):
+def minibatch_step(agent: Agent, args: Args, theta, exp_avg, exp_avg_sq, step_size, bias_correction, minibatch):
     r"""One step of Adam on one minibatch, in place. Returns the loss's parts and the norm of the gradient ().
 
     m = \beta_1 m + (1 - \beta_1) g,   v = \beta_2 v + (1 - \beta_2) g^2                                [ADAM] Alg. 1
     \theta = \theta - step_size * m / (\sqrt{v} / bias_correction + \epsilon)
 
     with step_size = lr / (1 - \beta_1^t) and bias_correction = \sqrt{1 - \beta_2^t}, numbers or tensors (). Written out
-    because it is the same text in the compiled step, and because torch.optim's bookkeeping costs a tenth of the update.
+    because it is then traced together with the gradient, see `straight_line`.
     """
-    grad, parts = gradient(agent, theta, grad, minibatch, args)
+    grad, parts = loss_gradient(agent, theta, minibatch, args)
     grad_norm = grad.norm()
     grad = grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     exp_avg.lerp_(grad, 1 - 0.9)
     exp_avg_sq.lerp_(grad.square(), 1 - 0.999)
     theta.sub_(step_size * exp_avg / (exp_avg_sq.sqrt() / bias_correction + 1e-5))  # Detail: eps 1e-5, not 1e-8
     return *parts, grad_norm
+
+
+def straight_line(step: Callable, *example) -> Callable:
+    """The function `step` as a straight line of tensor operations, traced once; `example` are arguments (copied).
+
+    Autograd finds out anew in every minibatch what it has to do, and for networks this small that takes longer than
+    doing it. The traced step does the same operations in the same order, so its results are the same to the bit, in
+    half of the time; all that is Python in it (shapes, coefficients, flags) is fixed.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    example = copy.deepcopy(example)
+    graph = make_fx(step)(*example)
+    if example[0].is_cuda:  # there TorchScript would compile kernels of its own, with other rounding
+        return graph
+    with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile, which needs a C++ compiler
+        return torch.jit.trace(graph, example, check_trace=False)
 
 
 def evaluate(args: Args, model: dict, run_folder: Path) -> list[float]:
@@ -791,7 +786,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     obs_dim, action_dim = len(envs[0].observation_space.low), len(low)
 
     agent = Agent(obs_dim, action_dim).to(device)
-    theta, grad = flatten_parameters(agent)
+    theta = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
+    nn.utils.vector_to_parameters(theta, agent.parameters())  # from here on they are views of theta
     exp_avg, exp_avg_sq = torch.zeros_like(theta), torch.zeros_like(theta)
     obs_stats, return_stats = RunningMeanStd((obs_dim,)), RunningMeanStd(())
     recent_returns = deque(maxlen=100)
@@ -834,14 +830,16 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         save()
     progress = Progress(global_step, last_step)
 
+    update = functools.partial(minibatch_step, Agent(obs_dim, action_dim).to("meta"), args)
     if args.compile:
         for tensor in (theta, exp_avg, exp_avg_sq):  # for CUDA graphs: these stay where they are
             torch._dynamo.mark_static_address(tensor)
         options = {"triton.cudagraphs": True} if device.type == "cuda" else {"cpp_wrapper": True}
-        update = torch.compile(functools.partial(minibatch_step, functional_gradient), fullgraph=True, options=options)
-        update = functools.partial(update, Agent(obs_dim, action_dim).to("meta"))
+        update = torch.compile(update, fullgraph=True, options=options)
     else:
-        update = functools.partial(minibatch_step, eager_gradient, agent)
+        shapes = [(obs_dim,), (action_dim,), (), (), (), ()]
+        minibatch = tuple(torch.zeros(batch_size // args.num_minibatches, *shape, device=device) for shape in shapes)
+        update = straight_line(update, theta, exp_avg, exp_avg_sq, *torch.ones(2, device=device), minibatch)
 
     obs = np.zeros((T, N, obs_dim), np.float32)
     successors = np.zeros((T, N, obs_dim), np.float32)
@@ -918,11 +916,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 mb_advantages = mb_advantages / (mb_advantages.std(1, keepdim=True) + 1e-8)
             for minibatch in zip(mb_obs, mb_actions, mb_logprobs, mb_values, mb_advantages, mb_returns):
                 adam_steps += 1
-                step_size = learning_rate / (1 - 0.9**adam_steps)
-                bias_correction = math.sqrt(1 - 0.999**adam_steps)
-                if args.compile:  # Trap: a number would be compiled in, and a CUDA graph overwrites its outputs
-                    step_size, bias_correction = torch.tensor([step_size, bias_correction], device=device)
-                parts = update(theta, grad, exp_avg, exp_avg_sq, step_size, bias_correction, minibatch, args)
+                # Trap: a number would be compiled in
+                step_size = torch.tensor(learning_rate / (1 - 0.9**adam_steps), device=device)
+                bias_correction = torch.tensor(math.sqrt(1 - 0.999**adam_steps), device=device)
+                parts = update(theta, exp_avg, exp_avg_sq, step_size, bias_correction, minibatch)
+                # Trap: a CUDA graph overwrites its outputs
                 details.append([part.clone() for part in parts] if device.type == "cuda" else parts)
             logratios = torch.stack([logratio for *_, logratio, _ in details[-args.num_minibatches :]])
             # [37]: two estimates of KL(old || new), http://joschu.net/blog/kl-approx.html; the second has less variance

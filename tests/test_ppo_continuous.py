@@ -5,6 +5,7 @@ its values are compared after multiplication by the standard deviation that scal
 """
 
 import copy
+import functools
 import math
 import os
 import shutil
@@ -372,60 +373,40 @@ def test_initialisation_is_orthogonal_with_zero_bias(obs_dim, action_dim):
 # The update
 
 
-def test_parameters_and_gradients_are_views_of_one_vector():
-    agent, other = make_agent(), make_agent()
-    before = copy.deepcopy(agent.state_dict())
-    theta, grad = ppo.flatten_parameters(agent)
-    assert theta.shape == grad.shape == (sum(p.numel() for p in agent.parameters()),)
-    assert not theta.requires_grad and all(p.requires_grad for p in agent.parameters())
-    for name, parameter in agent.state_dict().items():
-        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
-    agent.load_state_dict(other.state_dict())
-    assert torch.equal(theta, nn.utils.parameters_to_vector(other.parameters()))
-    theta.fill_(3.0)
-    grad.fill_(5.0)
-    for parameter in agent.parameters():
-        assert (parameter == 3).all() and (parameter.grad == 5).all()
+def vector(module):
+    return nn.utils.parameters_to_vector(module.parameters()).detach().clone()
 
 
-def test_functional_gradient_is_the_eager_gradient():
+def test_gradient_is_that_of_autograd_on_the_module():
     args = ppo.Args(ent_coef=0.01)
     agent = make_agent(dtype=torch.float64)
-    theta, grad = ppo.flatten_parameters(agent)
     minibatch = make_minibatch(agent)
-    grad.fill_(7.0)  # what an earlier minibatch left
-    eager, eager_parts = ppo.eager_gradient(agent, theta, grad, minibatch, args)
-    loss, _ = ppo.ppo_loss(*agent(*minibatch[:2]), *minibatch[2:], args)
+    loss, parts = ppo.ppo_loss(*agent(*minibatch[:2]), *minibatch[2:], args)
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, tuple(agent.parameters()))])
-    torch.testing.assert_close(eager, expected)
-    structure = ppo.Agent(5, 3).to("meta")
-    functional, functional_parts = ppo.functional_gradient(structure, theta, grad, minibatch, args)
-    torch.testing.assert_close(functional, eager, rtol=1e-12, atol=1e-14)
-    for ours, theirs in zip(functional_parts, eager_parts, strict=True):
+    grad, grad_parts = ppo.loss_gradient(ppo.Agent(5, 3).to("meta"), vector(agent), minibatch, args)
+    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
+    for ours, theirs in zip(grad_parts, parts, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("gradient", [ppo.eager_gradient, ppo.functional_gradient])
-def test_minibatch_step_is_adam_with_clipped_gradients(gradient):
+def adam_coefficients(t):
+    learning_rate = 3e-3 * (1 - t / 60)
+    return learning_rate, learning_rate / (1 - 0.9**t), math.sqrt(1 - 0.999**t)
+
+
+def test_minibatch_step_is_adam_with_clipped_gradients():
     args = ppo.Args(ent_coef=0.01, max_grad_norm=0.5)
-    agent = make_agent(dtype=torch.float64)
-    reference = copy.deepcopy(agent)
+    structure, reference = ppo.Agent(5, 3).to("meta"), make_agent(dtype=torch.float64)
     adam = torch.optim.Adam(reference.parameters(), eps=1e-5)
-    theta, grad = ppo.flatten_parameters(agent)
+    theta = vector(reference)
     exp_avg, exp_avg_sq = torch.zeros_like(theta), torch.zeros_like(theta)
     norms, start = [], theta.clone()
     for t in range(1, 51):
         *rest, advantages, returns = make_minibatch(reference)
         scale = 0.02 if t % 2 else 3.0  # gradients below and above max_grad_norm
         minibatch = (*rest, scale * advantages, rest[3] + scale * returns)
-        learning_rate = 3e-3 * (1 - t / 60)
-
-        step_size, bias_correction = learning_rate / (1 - 0.9**t), math.sqrt(1 - 0.999**t)
-        *_, norm = ppo.minibatch_step(
-            gradient, agent, theta, grad, exp_avg, exp_avg_sq, step_size, bias_correction, minibatch, args
-        )
-
-        adam.param_groups[0]["lr"] = learning_rate
+        adam.param_groups[0]["lr"], *coefficients = adam_coefficients(t)
+        *_, norm = ppo.minibatch_step(structure, args, theta, exp_avg, exp_avg_sq, *coefficients, minibatch)
         adam.zero_grad()
         loss, _ = ppo.ppo_loss(*reference(*minibatch[:2]), *minibatch[2:], args)
         loss.backward()
@@ -434,7 +415,27 @@ def test_minibatch_step_is_adam_with_clipped_gradients(gradient):
         norms.append(norm.item())
     assert min(norms) < 0.5 < max(norms)
     assert (theta - start).abs().max() > 0.02
-    torch.testing.assert_close(theta, nn.utils.parameters_to_vector(reference.parameters()), rtol=0, atol=1e-9)
+    torch.testing.assert_close(theta, vector(reference), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("norm_adv, clip_vloss", [(True, True), (False, False)])
+def test_traced_step_is_the_step_to_the_bit(norm_adv, clip_vloss):
+    """50 steps whose coefficients and minibatches change: same parameters, same losses; tracing itself changes none."""
+    args = ppo.Args(ent_coef=0.01, norm_adv=norm_adv, clip_vloss=clip_vloss)
+    agent, structure = make_agent().to(DEVICE), ppo.Agent(5, 3).to("meta")
+    step = functools.partial(ppo.minibatch_step, structure, args)
+    start = [vector(agent), torch.zeros_like(vector(agent)), torch.zeros_like(vector(agent))]
+    example = copy.deepcopy(start)
+    zeros = tuple(torch.zeros_like(x) for x in make_minibatch(agent))
+    traced = ppo.straight_line(step, *example, *torch.ones(2, device=DEVICE), zeros)
+    assert all(map(torch.equal, example, start))
+    ours, theirs = copy.deepcopy(start), copy.deepcopy(start)
+    for t in range(1, 51):
+        minibatch = make_minibatch(agent)
+        coefficients = torch.tensor(adam_coefficients(t)[1:], device=DEVICE)
+        parts, expected = traced(*ours, *coefficients, minibatch), step(*theirs, *coefficients, minibatch)
+        assert all(map(torch.equal, [*ours, *parts], [*theirs, *expected]))
+    assert (ours[0] - start[0]).abs().max() > 5e-3
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="torch.compile needs a C++ compiler")
@@ -736,15 +737,18 @@ def test_training_is_annealed_adam_over_permutations_of_the_batch(tmp_path, monk
     """The minibatches of a run, replayed with torch.optim on an ordinary agent, give the run's parameters."""
     minibatches, gaes = [], []
 
-    def minibatch_step(*inputs, step=ppo.minibatch_step):
-        minibatches.append(copy.deepcopy(inputs[-2]))
-        return step(*inputs)
+    def straight_line(step, *example):
+        def recorded(*inputs):
+            minibatches.append(copy.deepcopy(inputs[-1]))
+            return step(*inputs)
+
+        return recorded
 
     def compute_gae(*batch, gae=ppo.compute_gae):
         gaes.append(gae(*batch).copy())
         return gaes[-1]
 
-    monkeypatch.setattr(ppo, "minibatch_step", minibatch_step)
+    monkeypatch.setattr(ppo, "straight_line", straight_line)
     monkeypatch.setattr(ppo, "compute_gae", compute_gae)
     options = dict(num_minibatches=4, update_epochs=2, learning_rate=1e-3, clip_vloss=True)
     run = train(Follow, tmp_path, num_steps=16, total_timesteps=192, **options)
