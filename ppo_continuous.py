@@ -43,7 +43,6 @@ Where this differs from common practice, and why:
     ([TIME], partial-episode bootstrapping). The best-known single-file PPO takes truncations for terminations, on
     HalfCheetah a lie at every 1000th step; `--no-bootstrap-truncation` does the same.
   * One set of running statistics serves all environments, is saved with the parameters and is frozen in evaluation.
-    A batch's rewards are all scaled by the one std that is known when the batch is complete.
   * The environments are a plain list, stepped and reset in this file: no row of an automatic reset can enter the batch.
   * At each checkpoint the environments are reset with a seed made of (seed, global_step), whether or not the run is
     interrupted there. Simulators cannot save their state; so nothing needs it, and resuming is exact to the bit.
@@ -416,6 +415,15 @@ class RunningMeanStd:
         deviation = rows - self.mean
         self.mean = self.mean + np.add.reduce(deviation) / self.count
         self.m2 = self.m2 + np.add.reduce(deviation * (rows - self.mean))
+
+    def update_in_turn(self, rows: np.ndarray) -> np.ndarray:
+        """Merge scalars (T, N), and return the standard deviation (T,) as it was after each row of N."""
+        mean = self.mean if self.count else rows[0, 0]
+        counts = self.count + rows.shape[1] * np.arange(1, len(rows) + 1)
+        sums, squares = (np.add.reduce(deviation, 1).cumsum() for deviation in (rows - mean, (rows - mean) ** 2))
+        m2 = self.m2 + squares - sums**2 / counts  # sum (x - mean)^2 = sum (x - c)^2 - (sum (x - c))^2 / count
+        self.update(rows.ravel())
+        return np.sqrt(m2.clip(0) / counts + 1e-8)
 
     @property
     def std(self) -> np.ndarray:
@@ -887,9 +895,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 obs_stats.update(raw_obs[i : i + 1])
                 next_obs[i] = obs_stats.normalise(raw_obs[i])
                 discounted_return[i] = episodic_returns[i] = episodic_lengths[i] = 0
-        return_stats.update(discounted_returns.ravel())
         # Detail: the mean is not subtracted, only the scale is changed ([37], continuous actions, details 8 and 9)
-        rewards = (raw_rewards / return_stats.std).clip(-10, 10).astype(np.float32)
+        scale = return_stats.update_in_turn(discounted_returns)[:, None]  # (T, 1)
+        rewards = (raw_rewards / scale).clip(-10, 10).astype(np.float32)
 
         # Estimate the advantages: [PPO] Alg. 1, line 4
         b_obs = torch.from_numpy(obs).view(batch_size, obs_dim).to(device)

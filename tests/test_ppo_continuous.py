@@ -218,6 +218,18 @@ def test_running_statistics_are_those_of_all_rows(shape, sizes, offset, scale):
     np.testing.assert_allclose(z, ((rows - rows.mean(0)) / stats.std).clip(-10, 10), atol=1e-5)
 
 
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("offset, scale", [(0.0, 1.0), (-5.0, 1e-3), (1e6, 1.0), (1e6, 0.0)])
+def test_statistics_in_turn_are_those_after_each_row(N, offset, scale):
+    rows = offset + scale * np.random.default_rng(N).normal(size=(40, N))
+    stats, whole = ppo.RunningMeanStd(()), ppo.RunningMeanStd(())
+    stds = np.concatenate([stats.update_in_turn(batch) for batch in np.split(rows, [1, 7])])
+    expected = [np.sqrt(rows[: t + 1].var() + 1e-8) for t in range(40)]
+    np.testing.assert_allclose(stds, expected, rtol=1e-6)
+    whole.update(rows.ravel())
+    np.testing.assert_allclose([stats.mean, stats.std, stds[-1]], [whole.mean, whole.std, whole.std], rtol=1e-9)
+
+
 @pytest.mark.parametrize("num_envs", [1, 3, 10])
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1e4, 1e5, 1e6, 1e8])
 def test_a_constant_normalises_to_something_finite(num_envs, scale):
@@ -667,7 +679,7 @@ def test_no_row_of_a_reset_enters_the_batch(tmp_path, monkeypatch, checkpoint_in
     monkeypatch.setattr(ppo, "Agent", Recorded)
     monkeypatch.setattr(ppo, "compute_gae", compute_gae)
     monkeypatch.setattr(ppo.RunningMeanStd, "normalise", lambda self, rows: rows.astype(np.float32))
-    monkeypatch.setattr(ppo.RunningMeanStd, "std", 1.0)
+    monkeypatch.setattr(ppo.RunningMeanStd, "update_in_turn", lambda self, rows: np.ones(len(rows)))
     train(
         Counter,
         tmp_path,
@@ -703,14 +715,15 @@ def test_no_row_of_a_reset_enters_the_batch(tmp_path, monkeypatch, checkpoint_in
         last = following[-1]
 
 
-def test_statistics_are_those_of_every_observation_and_discounted_return(tmp_path):
-    envs = []
+def test_statistics_are_those_of_every_observation_and_discounted_return(tmp_path, monkeypatch):
+    """And each reward is divided by the deviation of the discounted returns that were known at its step."""
+    envs, scaled = [], []
 
     class Recorded(Follow):
         length = 3
 
         def __init__(self, render_mode=None):
-            self.seen, self.returns = [], []
+            self.seen, self.rewards, self.returns = [], [], []
             envs.append(self)
 
         def observe(self):
@@ -718,11 +731,19 @@ def test_statistics_are_those_of_every_observation_and_discounted_return(tmp_pat
             return self.seen[-1]
 
         def reward(self, action):
-            reward = super().reward(action)
-            self.returns.append(reward + (0.8 * self.returns[-1] if self.t else 0.0))
-            return reward
+            self.rewards.append(super().reward(action))
+            self.returns.append(self.rewards[-1] + (0.8 * self.returns[-1] if self.t else 0.0))
+            return self.rewards[-1]
 
+    def compute_gae(rewards, *rest, gae=ppo.compute_gae):
+        scaled.append(rewards.copy())
+        return gae(rewards, *rest)
+
+    monkeypatch.setattr(ppo, "compute_gae", compute_gae)
     checkpoint = train(Recorded, tmp_path, num_steps=16, total_timesteps=192).checkpoint
+    rewards, returns = (np.transpose([getattr(env, name) for env in envs[:4]]) for name in ("rewards", "returns"))
+    stds = np.sqrt([returns[: t + 1].var() + 1e-8 for t in range(len(returns))])
+    np.testing.assert_allclose(np.concatenate(scaled), (rewards / stds[:, None]).clip(-10, 10), rtol=1e-5)
     for name, rows in (
         ("obs_stats", [env.seen for env in envs[:4]]),
         ("return_stats", [env.returns for env in envs[:4]]),
