@@ -74,6 +74,7 @@ the GPU all the same, for larger networks; it has not been timed. Scores and spe
 """
 
 import contextlib
+import ctypes
 import difflib
 import io
 import json
@@ -855,7 +856,7 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared, pipe:
                 state = agent.initial_state(1)
                 first_game, first_step = [] if args.capture_video and rank == 0 else None, global_step
             continue
-        if os.getppid() != parent:  # it was killed
+        if os.getppid() != parent:  # it was killed, and this is not Linux: see run_worker
             os._exit(1)
 
         # theta' = theta. Others may write meanwhile: a mixture of two versions is no worse than the older one ([HOG])
@@ -929,10 +930,14 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared, pipe:
 def run_worker(rank: int, args: Args, run_folder: Path, shared: Shared, pipe: Connection) -> None:
     """The process of a worker: what goes wrong in it is sent to the parent, which ends the run."""
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # Ctrl-C goes to all processes: it is the parent's
+    with contextlib.suppress(OSError, AttributeError):  # Linux: PR_SET_PDEATHSIG, a worker dies with its parent
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Trap: a pool of compilers would outlive a worker
     warnings.filterwarnings("ignore", "RNN module weights")  # of cuDNN: views of a vector are copied at each call
     try:
         actor_learner(rank, args, run_folder, shared, pipe)
+    except EOFError:  # the parent is gone
+        os._exit(1)
     except (FloatingPointError, OSError) as error:
         with contextlib.suppress(OSError):
             pipe.send(str(error))
