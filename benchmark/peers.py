@@ -175,6 +175,9 @@ def pfrl_a3c(steps: int, workers: int) -> None:
             obs = final[0] if over[0] else self.pixels[0]
             return obs, float(np.clip(reward[0], -1, 1)), bool(terminated[0]), {"needs_reset": bool(truncated[0])}
 
+        def close(self):
+            pass
+
     class See(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
