@@ -571,3 +571,21 @@ def test_a_wrong_call_is_one_line_and_leaves_no_trace(tmp_path, monkeypatch, cap
     assert exit_.value.code == 2 and output.out == ""
     assert re.fullmatch(r"error: [^\n]+\n", output.err) and word in output.err
     assert not list(tmp_path.iterdir())
+
+
+# Modes
+
+
+def test_the_first_game_after_a_checkpoint_is_filmed(tmp_path):
+    Tape(tmp_path, ORDERS, max_episode_length=30, capture_video=True)
+    assert sorted(path.name for path in (tmp_path / "videos").iterdir()) == ["train-step-0.mp4", "train-step-250.mp4"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_worker_on_the_gpu_computes_the_same(tmp_path):
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    tape = Tape(tmp_path, cuda=True)
+    state = NO_STATE
+    for rollout, update in zip(tape.rollouts(), tape.updates):
+        expected, _, state = papers_gradient(tape, update["before"], rollout, state)
+        assert torch.linalg.norm(update["grad"] - expected) < 1e-3 * torch.linalg.norm(expected)
