@@ -6,9 +6,12 @@ Each prints a line `point STEP SECONDS` after every update: agent steps so far, 
 """
 
 import argparse
+import sys
 import time
 import warnings
+from pathlib import Path
 
+import numpy as np
 import torch
 
 warnings.filterwarnings("ignore")
@@ -78,13 +81,137 @@ def learn(model, steps: int, updates_between_points: int) -> None:
     print("point", model.num_timesteps, time.time(), flush=True)
 
 
-PEERS = {"sb3_ppo": sb3_ppo, "sb3_a2c": sb3_a2c}
+def shared_adam(model, learning_rate: float) -> torch.optim.Adam:
+    """PyTorch's Adam with its state in shared memory."""
+    model.share_memory()
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    for parameter in model.parameters():
+        state = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter)}
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+        optimizer.state[parameter] = {name: tensor.detach().share_memory_() for name, tensor in state.items()}
+    return optimizer
+
+
+def our_a3c():
+    """The module of a3c_atari.py."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import a3c_atari
+
+    return a3c_atari
+
+
+def plain_learner(rank: int, workers: int, steps: int, model, optimizer, counts: torch.Tensor) -> None:
+    """The worker of a3c_atari.py without its tricks: a graph built step by step, per-tensor copies and optimiser."""
+    a3c = our_a3c()
+    torch.set_num_threads(1)
+    args = a3c.Args(num_workers=workers)
+    games, rng = a3c.Games(a3c.make_envs(args, 1), False), np.random.default_rng(rank)
+    agent = a3c.Agent(games.envs.single_action_space.n)
+    pixels, state = games.reset([rank + 1]), agent.initial_state(1)
+    while counts.sum() < steps:
+        agent.load_state_dict(model.state_dict())
+        state, outputs, values, actions, rewards, over = tuple(s.detach() for s in state), [], [], [], [], [False]
+        while len(rewards) < args.num_steps and not over[0]:
+            state = torch.lstm_cell(agent.see(torch.from_numpy(pixels)), state, *agent.lstm.all_weights[0])
+            outputs.append(agent.policy_head(state[0]))
+            values.append(agent.value_head(state[0])[:, 0])
+            actions.append(a3c.sample(outputs[-1].detach(), rng))
+            pixels, reward, terminated, truncated, over, final, _ = games.step(actions[-1])
+            rewards.append(np.clip(reward, -1, 1).astype(np.float32))
+        with torch.no_grad():
+            last = agent.see(torch.from_numpy(final if over[0] else pixels))
+            last = agent.value_head(torch.lstm_cell(last, state, *agent.lstm.all_weights[0])[0])[:, 0]
+        v = torch.stack([*values, last]).detach().numpy()  # (t+1, 1)
+        terminations, truncations = np.zeros((2, len(rewards), 1), bool)
+        terminations[-1], truncations[-1] = terminated, truncated
+        advantages = a3c.compute_gae(np.array(rewards), v[:-1], v[1:], terminations, truncations, 0.99, 1.0)
+        batch = (np.array(actions), np.ones_like(advantages), advantages, advantages + v[:-1])
+        batch = (torch.from_numpy(x).view(-1) for x in batch)
+        loss, _ = a3c.a3c_loss(torch.cat(outputs), torch.cat(values), *batch, args)
+        agent.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        for shared, local in zip(model.parameters(), agent.parameters()):
+            shared.grad = local.grad
+        optimizer.step()
+        if over[0]:
+            state = agent.initial_state(1)
+        counts[rank] += len(rewards)
+        if rank == 0:
+            print("point", int(counts.sum()), time.time(), flush=True)
+
+
+def plain_a3c(steps: int, workers: int) -> None:
+    """A plain version of a3c_atari.py's own update: its network and settings, PyTorch's Adam per tensor."""
+    model = our_a3c().Agent(6)
+    counts = torch.zeros(workers, dtype=torch.int64).share_memory_()
+    optimizer = shared_adam(model, 1e-4)
+    torch.multiprocessing.start_processes(
+        plain_learner, (workers, steps, model, optimizer, counts), nprocs=workers, start_method="fork"
+    )
+
+
+def pfrl_a3c(steps: int, workers: int) -> None:
+    """PFRL's A3C at the settings of a3c_atari.py: its network on the same games, PyTorch's Adam in shared memory."""
+    import pfrl
+    from pfrl.agents import a3c as pfrl_a3c
+
+    a3c = our_a3c()
+    args = a3c.Args(num_workers=workers)
+
+    class Env:
+        """The game as gym had it."""
+
+        def __init__(self, rank: int) -> None:
+            self.games, self.seed = a3c.Games(a3c.make_envs(args, 1), False), rank + 1
+
+        def reset(self):
+            if self.seed is not None:
+                self.pixels, self.seed = self.games.reset([self.seed]), None
+            return self.pixels[0]
+
+        def step(self, action):
+            self.pixels, reward, terminated, truncated, over, final, _ = self.games.step(np.array([action]))
+            obs = final[0] if over[0] else self.pixels[0]
+            return obs, float(np.clip(reward[0], -1, 1)), bool(terminated[0]), {"needs_reset": bool(truncated[0])}
+
+        def close(self):
+            pass
+
+    class See(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.agent = a3c.Agent(6)
+            self.agent.lstm = self.agent.policy_head = self.agent.value_head = None
+
+        def forward(self, pixels):
+            return self.agent.see(pixels)
+
+    policy = torch.nn.Sequential(torch.nn.Linear(256, 6), pfrl.policies.SoftmaxCategoricalHead())
+    heads = pfrl.nn.Branched(policy, torch.nn.Linear(256, 1))
+    model = pfrl.nn.RecurrentSequential(See(), torch.nn.LSTM(288, 256), heads)
+    agent = pfrl_a3c.A3C(
+        model, shared_adam(model, 1e-4), t_max=20, gamma=0.99, beta=0.01, max_grad_norm=50.0, recurrent=True
+    )
+
+    def point(env, agent, step: int) -> None:
+        if step % 200 == 0:
+            print("point", step, time.time(), flush=True)
+
+    pfrl.experiments.train_agent_async(
+        "pfrl", workers, lambda rank, test: Env(rank), steps=steps, eval_interval=None, agent=agent,
+        random_seeds=list(range(workers)), global_step_hooks=[point],
+    )  # fmt: skip
+
+
+PEERS = {"sb3_ppo": sb3_ppo, "sb3_a2c": sb3_a2c, "plain_a3c": plain_a3c, "pfrl_a3c": pfrl_a3c}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--workers", type=int, help="of an asynchronous peer")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    PEERS[args.peer](args.steps)
+    PEERS[args.peer](args.steps, *([args.workers] if args.workers else []))

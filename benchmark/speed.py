@@ -26,6 +26,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmark" / "results" / "speed.csv"
 
+A3C = "a3c_atari.py --num-workers {workers} --eval-interval 100000000 --eval-episodes 1 --log-interval 10 "
+A3C += "--total-timesteps {{steps}}"
+
 # script: (agent steps of a run, of its warm-up, of a whole run, {name: command; the first is the peer of the ratios})
 ROWS = {
     "ppo_continuous": (
@@ -47,6 +50,17 @@ ROWS = {
             "a2c_atari.py": "a2c_atari.py --no-cuda --eval-episodes 1 --log-interval 10 --total-timesteps {steps}",
             "a2c_atari.py --bf16 --compile": "a2c_atari.py --no-cuda --eval-episodes 1 --log-interval 10 "
             "--bf16 --compile --total-timesteps {steps}",
+        },
+    ),
+    "a3c_atari": (
+        40_000,
+        8_000,
+        1_000_000,
+        {
+            "plain version, 2 workers": "benchmark/peers.py plain_a3c --workers 2 --steps {steps}",
+            "PFRL A3C, 2 workers": "benchmark/peers.py pfrl_a3c --workers 2 --steps {steps}",
+            "a3c_atari.py, 2 workers": A3C.format(workers=2),
+            "a3c_atari.py, 8 workers": A3C.format(workers=8),
         },
     ),
 }
