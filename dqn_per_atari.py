@@ -103,7 +103,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 SCRIPT = "dqn_per_atari"
 PIECE = 4096  # frames of the replay in one file of a checkpoint: 29 MB, compressed to about one
-LIVE = ("learning_rate", "max_grad_norm")  # what live.json may change
 
 
 @dataclass
@@ -233,7 +232,8 @@ class Args:
             fail(f"--total-timesteps {self.total_timesteps} is less than one iteration of {steps} steps")
         if self.middle_fraction > self.end_fraction:
             fail(f"--middle-fraction {self.middle_fraction} is more than --end-fraction {self.end_fraction}")
-        if self.learning_starts > min(self.buffer_size, self.total_timesteps):
+        waiting = self.num_envs * self.n_step  # for their successors: at most so many cannot be drawn yet
+        if self.learning_starts > min(self.buffer_size, self.total_timesteps - waiting):
             limits = f"--buffer-size {self.buffer_size} and --total-timesteps {self.total_timesteps}"
             fail(f"--learning-starts {self.learning_starts} is never reached with {limits}")
         least = 2 * self.num_envs * (self.n_step + 4)
@@ -312,16 +312,15 @@ def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
-def available_memory() -> int:
+def available_memory(root: Path = Path("/")) -> int:
     """Bytes of memory that this process may still take."""
-    try:
-        sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # a container has a limit of its own
-        limit, taken = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        available = min(available, limit - taken)
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, TypeError):
+        available = 1024 * int(re.search(r"MemAvailable: *(\d+)", (root / "proc/meminfo").read_text())[1])
+    with contextlib.suppress(OSError, TypeError, ValueError):  # a container has a limit of its own, or "max"
+        limit, taken, use = ((root / f"sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
+        cache = re.search(r"inactive_file (\d+)", use)[1]  # of files; given back when memory is short
+        available = min(available, int(limit) - int(taken) + int(cache))
     return available
 
 
@@ -878,6 +877,13 @@ def load_checkpoint(name: str) -> dict:
     fail("; ".join(problems) or f"{name} holds no checkpoint of {SCRIPT}.py")
 
 
+def check_network(args: Args, checkpoint: dict) -> None:
+    """Refuse flags for which the checkpoint's parameters are of another shape."""
+    if args.dueling != checkpoint["args"]["dueling"]:
+        flag = "--dueling" if args.dueling else "--no-dueling"
+        fail(f"{flag} does not fit the network of {args.resume or args.evaluate}")
+
+
 def check_replay(args: Args, checkpoint: dict) -> dict:
     """The newest checkpoint of the run with a whole replay; damaged ones are named, one of another shape is refused."""
     if not args.checkpoint_replay or not checkpoint["replay"]:
@@ -1036,31 +1042,29 @@ Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {S
 
 
 def read_live(run_folder: Path, args: Args, live: dict, global_step: int) -> None:
-    """Take over what live.json says since it was last read, and say so; what makes no sense is named and ignored.
+    """Take over the learning rate in live.json where the file has changed, and say so; nonsense is named and ignored.
 
     Changes `args`, and `live`: the file's text as it was last read, and all changes [step, name, before, after].
     """
     try:
         text = (run_folder / "live.json").read_text(errors="replace")
     except OSError:
+        text = ""
+    before, live["text"] = live["text"], text
+    if text in ("", before):
         return
-    if text == live["text"]:
-        return
-    live["text"] = text
     try:
-        values = json.loads(text)
-        good = [name in LIVE and type(v) in (int, float) and 0 < v < math.inf for name, v in values.items()]
-    except (ValueError, AttributeError):
-        good = [False]
-    if not all(good):
-        form = json.dumps({name: getattr(args, name) for name in LIVE})
+        (name, value), *others = json.loads(text).items()
+        good = not others and name == "learning_rate" and type(value) in (int, float) and 0 < float(value) < math.inf
+    except (ValueError, AttributeError, OverflowError, RecursionError):
+        good = False
+    if not good:
+        form = json.dumps({"learning_rate": args.learning_rate})
         print(f"\nnote: live.json is ignored: it must be like {form}", file=sys.stderr)
-        return
-    for name, value in values.items():
-        if value != (before := getattr(args, name)):
-            setattr(args, name, float(value))
-            live["changes"].append([global_step, name, before, float(value)])
-            print(f"\nnote: live.json at step {global_step:,}: {name} {before} -> {value}", file=sys.stderr)
+    elif value != args.learning_rate:
+        live["changes"].append([global_step, name, args.learning_rate, float(value)])
+        print(f"\nnote: live.json at step {global_step:,}: {name} {args.learning_rate} -> {value}", file=sys.stderr)
+        args.learning_rate = float(value)
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
@@ -1068,7 +1072,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     T, N = args.num_steps, args.num_envs
     steps = T * N
     global_step = checkpoint["global_step"] if checkpoint else 0
-    last_step = global_step + math.ceil((args.total_timesteps - global_step) / steps) * steps
+    last_step = global_step + max(0, math.ceil((args.total_timesteps - global_step) / steps)) * steps
     if last_step != args.total_timesteps:
         iterations = f"{last_step // steps:,} iterations of {steps:,}"
         print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({iterations})", file=sys.stderr)
@@ -1076,7 +1080,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the exploration and the minibatches
 
-    games = Games(make_envs(args, N))
+    games = Games(make_envs(args, N), args.episodic_life)
     num_actions = games.envs.single_action_space.n
     q_network, target_network = (QNetwork(num_actions, args.dueling, args.bf16).to(device) for _ in range(2))
     target_network.load_state_dict(q_network.state_dict())
@@ -1230,6 +1234,8 @@ def main() -> None:
         args, checkpoint = parse_args()
         args.check()
         make_envs(args, 1).close()  # what is wrong with the game is said before anything is written
+        if checkpoint:
+            check_network(args, checkpoint)
         if args.evaluate:
             path = Path(args.evaluate)
             evaluate(args, checkpoint, path if path.is_dir() else path.parent)

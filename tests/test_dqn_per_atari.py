@@ -578,28 +578,39 @@ def test_schedules_are_parts_of_the_run(tmp_path, tiny):
     assert [step for step, _ in points["losses/q_values"]] == list(range(608, 641, 16))
 
 
+def test_only_the_last_life_ends_the_return_where_lives_do_not_count(tmp_path, tiny):
+    """In 160 steps there are 20 games of two lives."""
+    for episodic_life, ends in ((True, 40), (False, 20)):
+        checkpoint = train(tmp_path / str(ends), episodic_life=episodic_life)
+        assert checkpoint["replay"]["terminations"].sum() == ends
+
+
 def test_live_json_changes_the_run_and_is_remembered(tmp_path, tiny, monkeypatch, capfd):
-    texts = {32: '{"learning_rate": 5e-05}', 48: "{", 64: '{"gamma": 0.5}', 80: '{"learning_rate": -1}'}
-    texts |= {96: "[]", 112: '{"learning_rate": 5e-05, "max_grad_norm": 2}', 128: '{"learning_rate": true}'}
+    bad = ["{", '{"gamma": 0.5}', '{"learning_rate": -1}', "[]", '{"learning_rate": true}']
+    bad += [f'{{"learning_rate": {10**400}}}', "[" * 100_000]
+    good = '{"learning_rate": 5e-05}'
+    texts = {16 * k: text for k, text in enumerate([good, good, *bad, None, good, '{"learning_rate": 0.01}'], start=2)}
     show = dqn.Progress.show
 
     def write(self, global_step, recent_returns):
-        if global_step in texts:
-            (tmp_path / "live.json").write_text(texts[global_step])
+        path = tmp_path / "live.json"
+        path.unlink(missing_ok=True)
+        if texts.get(global_step):
+            path.write_text(texts[global_step])
         show(self, global_step, recent_returns)
 
     monkeypatch.setattr(dqn.Progress, "show", write)
-    checkpoint = train(tmp_path)
-    notes = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert len(notes) == len(texts) and all(note.startswith("note: live.json ") for note in [notes[0], *notes[6:]])
-    assert "at step 32: learning_rate 0.0001 -> 5e-05" in notes[0]
-    assert "at step 112: max_grad_norm 0.5 -> 2" in notes[5]
-    assert all('ignored: it must be like {"learning_rate": 5e-05' in note for note in [*notes[1:5], notes[6]])
-    changes = [[32, "learning_rate", 1e-4, 5e-5], [112, "max_grad_norm", 0.5, 2.0]]
-    assert checkpoint["live"] == {"text": texts[128], "changes": changes}
-    assert checkpoint["args"]["learning_rate"] == checkpoint["optimizer"]["param_groups"][0]["lr"] == 5e-5
+    checkpoint = train(tmp_path, total_timesteps=208)
+    first, *ignored, last = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert "at step 32: learning_rate 0.0001 -> 5e-05" in first
+    assert "at step 208: learning_rate 5e-05 -> 0.01" in last
+    assert len(ignored) == len(bad)
+    assert all('live.json is ignored: it must be like {"learning_rate": 5e-05' in note for note in ignored)
+    changes = [[32, "learning_rate", 1e-4, 5e-5], [208, "learning_rate", 5e-5, 0.01]]
+    assert checkpoint["live"] == {"text": texts[208], "changes": changes}
+    assert checkpoint["args"]["learning_rate"] == 0.01 and checkpoint["optimizer"]["param_groups"][0]["lr"] == 5e-5
     rates = [value for _, value in scalars(tmp_path)["charts/learning_rate"]]
-    assert rates == pytest.approx([1e-4] * 2 + [5e-5] * 8)
+    assert rates == pytest.approx([1e-4] * 2 + [5e-5] * 11)
 
 
 # Resume. The replay has wrapped, is in several pieces, and all is as if nothing had happened
@@ -725,6 +736,21 @@ def test_a_replay_of_another_shape_is_refused(call, resumable, tmp_path):
     assert files_below(tmp_path) == files
 
 
+def test_a_network_of_another_shape_is_refused(call, resumable, tmp_path):
+    files = files_below(tmp_path)
+    for flag in ("--resume", "--evaluate"):
+        result = call("dqn_per_atari", flag, resumable[0], "--no-dueling")
+        assert (result.status, result.stdout) == (2, "")
+        assert re.search(r"^error: [^\n]*--no-dueling[^\n]*\n$", result.stderr, re.M)
+    assert files_below(tmp_path) == files
+
+
+def test_a_run_that_has_gone_further_than_it_should_ends_where_it_is(call, monkeypatch, resumable):
+    monkeypatch.setattr(dqn, "PIECE", 50)
+    result = call("dqn_per_atari", "--resume", resumable[0], "--total-timesteps", "150")
+    assert result.status == 0 and "150 steps are rounded up to 480" in result.stderr
+
+
 def test_resuming_without_the_replay_says_that_it_is_not_exact(call, monkeypatch, reference, resumable):
     name, run_folder = resumable
     monkeypatch.setattr(dqn, "PIECE", 50)
@@ -781,6 +807,7 @@ WRONG = {
     "not one iteration": ("--total-timesteps 7", "--total-timesteps 7 16"),
     "a replay that is never warm": ("--learning-starts 141", "--learning-starts 141 --buffer-size 140"),
     "a run that never learns": ("--total-timesteps 96", "--learning-starts 100 96"),
+    "a run that ends before it learns": ("--learning-starts 477 --buffer-size 600", "--learning-starts 477 480"),
     "a replay of nothing": ("--buffer-size 20 --learning-starts 10", "--buffer-size 20 24"),
     "fractions in disorder": ("--middle-fraction 0.6", "--middle-fraction 0.6 --end-fraction 0.5"),
     "no fraction": ("--end-fraction 0", "--end-fraction 0"),
@@ -817,3 +844,17 @@ def test_what_a_large_replay_takes_is_said_and_taken_only_as_it_fills(call, tmp_
     (most,) = re.fullmatch(r"error: --buffer-size 1000000 [^\n]* at most --buffer-size (\d+)\n", result.stderr).groups()
     assert dqn.replay_bytes(dqn.Args(buffer_size=int(most))) <= 5e9
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_files_have_only_borrowed_is_available(tmp_path):
+    """A limit of 10 GB of which 9 are taken, 7 of them by the cache of files."""
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable:   32000000 kB\n")
+    assert dqn.available_memory(tmp_path) == 32_000_000 * 1024
+    (group / "memory.current").write_text("9000000000\n")
+    (group / "memory.stat").write_text("anon 2000000000\ninactive_file 7000000000\nactive_file 0\n")
+    for limit, available in (("max", 32_000_000 * 1024), ("10000000000", 8 * 10**9)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        assert dqn.available_memory(tmp_path) == available
