@@ -135,7 +135,7 @@ class Ledger:
     """What happened in the games beside a replay: for each row that was ever written a transition, or None."""
 
     def __init__(self, replay):
-        self.replay, self.streams, self.drawn = replay, [[] for _ in replay.streams], set()
+        self.replay, self.streams, self.drawn = replay, [[] for _ in replay.games], set()
         self.at_cut = self.at_life = self.at_truncation = 0
 
     def step(self, obs, actions, rewards, terminations, truncations, over, after, final):
@@ -160,19 +160,20 @@ class Ledger:
 
     def can_be_drawn(self):
         """{row: (stream, place)} of the transitions all of whose frames the rings still hold."""
-        found, n, length = {}, self.replay.args.n_step, self.replay.length
+        found, n, N = {}, self.replay.args.n_step, len(self.streams)
+        length = self.replay.rows // N
         for i, stream in enumerate(self.streams):
             for place in range(max(0, len(stream) - length), len(stream)):
                 all_there = place + n < len(stream) or any(s is None for s in stream[place : place + n + 1])
                 lost = place < len(stream) - length + 3
                 if stream[place] and all_there and not lost:
-                    found[i * length + place % length] = i, place
+                    found[place % length * N + i] = i, place
         return found
 
     def check(self, size, rng, device="cpu"):
         """Draw once and compare."""
         args, found = self.replay.args, self.can_be_drawn()
-        drawable = np.flatnonzero(self.replay.tree[np.arange(self.replay.blank)])
+        drawable = np.flatnonzero(self.replay.tree[np.arange(self.replay.rows)])
         assert drawable.tolist() == sorted(found)
         if not found:
             return
@@ -258,21 +259,21 @@ def test_new_transitions_have_the_highest_priority_of_all_so_far():
     for _ in range(9):
         replay.add(*step)
     np.testing.assert_array_equal(replay.tree[np.arange(9)], [*[1.0] * 8, 0.0])  # the newest has no successor yet
-    replay.update(np.array([2, 4]), np.array([-7.0, 0.0], np.float32))
-    replay.update(np.array([2]), np.array([0.5], np.float32))
+    replay.update(np.array([2, 4]), torch.tensor([-7.0, 0.0]))
+    replay.update(np.array([2]), torch.tensor([0.5]))
     replay.add(*step)
-    eps, alpha = replay.args.per_eps, replay.args.per_alpha
+    eps, alpha = 1e-6, replay.args.per_alpha
     expected = [1, 1, (0.5 + eps) ** alpha, 1, eps**alpha, 1, 1, 1, (7 + eps) ** alpha]
     np.testing.assert_allclose(replay.tree[np.arange(9)], expected, rtol=1e-12)
     with pytest.raises(FloatingPointError):
-        replay.update(np.array([1]), np.array([np.nan], np.float32))
+        replay.update(np.array([1]), torch.tensor([np.nan]))
 
 
 def test_without_priorities_all_are_equal():
     replay = make_replay(1, 30, prioritized=False)
     play_random_frames(Ledger(replay), 40, np.random.default_rng(0))
     rows, (*_, weights) = replay.sample(8, 0.4, np.random.default_rng(0))
-    replay.update(rows, np.arange(8, dtype=np.float32))
+    replay.update(rows, torch.arange(8))
     assert set(replay.tree[np.arange(30)]) == {0.0, 1.0} and (weights == 1).all()
 
 
@@ -281,7 +282,7 @@ def test_weights_and_rows_of_a_sample_belong_together():
     play_random_frames(Ledger(replay), 60, rng)
     leaves = replay.tree[np.arange(100)]
     drawable = np.flatnonzero(leaves)
-    replay.update(drawable, rng.normal(size=len(drawable)))
+    replay.update(drawable, torch.from_numpy(rng.normal(size=len(drawable))))
     leaves = replay.tree[np.arange(100)]
     rows, (*_, weights) = replay.sample(32, 0.7, rng)
     w = (len(drawable) * leaves[rows] / leaves.sum()) ** -0.7
@@ -417,7 +418,7 @@ def updates_of_blind_cliffwalk(n, prioritized, seed):
             if ended:
                 break
         replay.end(one(0), np.zeros((1, 84, 84), np.uint8))
-    assert (replay.tree[np.arange(replay.blank)] > 0).sum() == 2 ** (n + 1) - 2
+    assert (replay.tree[np.arange(replay.rows)] > 0).sum() == 2 ** (n + 1) - 2
     Q, truth = rng.normal(0, 0.1, (n, 2)), np.zeros((n, 2))
     truth[:, 1] = replay.args.gamma ** np.arange(n - 1, -1, -1)
     for updates in range(1, 100_000):
@@ -425,7 +426,7 @@ def updates_of_blind_cliffwalk(n, prioritized, seed):
         s, next_s = pixels[0, 3, 0, 0].item(), pixels[0, 7, 0, 0].item()
         delta = reward.item() + discount.item() * Q[next_s].max() - Q[s, action.item()]
         Q[s, action.item()] += 0.25 * delta
-        replay.update(rows, one(delta))
+        replay.update(rows, torch.tensor([delta]))
         if ((Q - truth) ** 2).mean() < 1e-3:
             return updates
 
@@ -631,10 +632,6 @@ def run(cwd, *argv, moment=()):
     return Run("dqn_per_atari", *argv, cwd=cwd, sabotage=functools.partial(small_pieces, *moment)).wait()
 
 
-def pieces_of(checkpoint):
-    return set(load(checkpoint)["replay"]["pieces"].values())
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """The folder of the run that nothing ended, for reading only."""
@@ -647,25 +644,21 @@ def reference(tmp_path_factory):
 def assert_same_run(run_folder, reference):
     for path in (*checkpoints(reference), reference / "model.pt"):
         assert_identical(load(run_folder / path.name), load(path), path.name)
-    assert files_below(run_folder / "replay").keys() == files_below(reference / "replay").keys()
     assert curves(run_folder) == curves(reference)
 
 
 def test_the_replay_of_the_reference_has_wrapped_and_is_in_pieces(reference):
     before, last = map(load, checkpoints(reference))
-    assert last["replay"]["released"] > 3 * 140
-    files = {path.name for path in (reference / "replay").iterdir()}
-    assert files == pieces_of(checkpoints(reference)[0]) | pieces_of(checkpoints(reference)[1])
-    assert len(before["replay"]["pieces"]) == 3
+    assert last["replay"]["released"] > 3 * 140 and len(before["replay"]["frames"]) == 3
     assert (reference / "model.pt").stat().st_size < 8e6
     assert all(tensor.isfinite().all() for tensor in last["agent"].values())
     assert not torch.equal(last["agent"]["trunk.0.weight"], before["agent"]["trunk.0.weight"])
 
 
 def test_killed_again_and_again_and_resumed_is_bit_identical(tmp_path, reference):
-    """While it learns; then between the pieces of a checkpoint; then as an old checkpoint is removed."""
+    """While it learns; then as the replay is compressed; then as an old checkpoint is removed."""
     argv = ARGV
-    for moment in (("dqn_per_atari.td_loss", 160, 5), ("os.replace", 160, 3), ("pathlib.Path.unlink", 320)):
+    for moment in (("dqn_per_atari.td_loss", 160, 5), ("zlib.compress", 160, 2), ("pathlib.Path.unlink", 320)):
         assert run(tmp_path, *argv, moment=moment).status == -9
         argv = ["--resume", f"runs/{run_folder_in(tmp_path).name}"]
     assert (tmp_path / argv[1] / "checkpoint_320.pt").exists()
@@ -682,49 +675,17 @@ def resumable(reference, tmp_path):
     return name, tmp_path / name
 
 
-def test_a_damaged_piece_is_named_and_the_checkpoint_before_is_used(call, monkeypatch, reference, resumable):
+def test_a_damaged_piece_is_noticed_and_the_checkpoint_before_is_used(call, reference, resumable, monkeypatch):
     name, run_folder = resumable
     monkeypatch.setattr(dqn, "PIECE", 50)
     before, newest = checkpoints(run_folder)
-    piece = run_folder / "replay" / min(pieces_of(newest) - pieces_of(before))
-    data = bytearray(piece.read_bytes())
-    data[len(data) // 2] ^= 1
-    piece.write_bytes(data)
+    data, piece = bytearray(newest.read_bytes()), load(newest)["replay"]["frames"][1].numpy().tobytes()
+    data[data.index(piece) + len(piece) // 2] ^= 1
+    newest.write_bytes(data)
     result = call("dqn_per_atari", "--resume", name)
     assert result.status == 0
-    assert re.fullmatch(rf"note: [^\n]*{piece.name}[^\n]*; using {before.name}\n", result.stderr)
+    assert re.fullmatch(rf"note: [^\n]*{newest.name}[^\n]*; using {before.name}\n", result.stderr)
     assert_same_run(run_folder, reference)
-
-
-def test_every_damage_to_a_piece_is_noticed(reference, tmp_path):
-    piece = min((reference / "replay").iterdir())
-    data, sound, noticed = piece.read_bytes(), dqn.read_piece(piece), 0
-    flips = [
-        data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
-        for at in np.random.default_rng(0).integers(len(data), size=50)
-    ]
-    for damaged in (*flips, data[:-50], b"", None):
-        copied = tmp_path / piece.name
-        copied.unlink(missing_ok=True)
-        if damaged is not None:
-            copied.write_bytes(damaged)
-        try:
-            assert dqn.read_piece(copied) == sound  # the flip does not matter: padding
-        except ValueError as error:
-            assert str(copied) in str(error)
-            noticed += 1
-    assert noticed > 45
-
-
-def test_no_whole_replay_is_a_wrong_call(call, resumable, tmp_path):
-    name, run_folder = resumable
-    for path in (run_folder / "replay").iterdir():
-        path.write_bytes(b"")
-    files = files_below(tmp_path)
-    result = call("dqn_per_atari", "--resume", name)
-    assert (result.status, result.stdout) == (2, "")
-    assert re.fullmatch(r"error: [^\n]+\n", result.stderr) and result.stderr.count("/replay/") == 2
-    assert files_below(tmp_path) == files
 
 
 def test_a_replay_of_another_shape_is_refused(call, resumable, tmp_path):
@@ -765,31 +726,24 @@ def test_resuming_without_the_replay_says_that_it_is_not_exact(call, monkeypatch
     assert "note: the replay begins empty" in call("dqn_per_atari", "--resume", name).stderr
 
 
-def test_only_what_has_changed_is_written_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(dqn, "PIECE", 10)
-    replay, rng, written = make_replay(2, 50), np.random.default_rng(0), []
-    write = dqn.write_atomically
-    monkeypatch.setattr(dqn, "write_atomically", lambda path, content: (written.append(path), write(path, content)))
+@pytest.mark.parametrize("steps", [0, 12, 49, 100])
+def test_a_replay_is_saved_and_goes_on_as_if_nothing_had_happened(steps, monkeypatch):
+    """Empty, hardly begun, almost full and wrapped; then with more games beside the one that was saved."""
+    monkeypatch.setattr(dqn, "PIECE", 30)
+    replay, other, rng = make_replay(2, 50, n_step=2), make_replay(2, 50, n_step=2), np.random.default_rng(0)
     ledger = Ledger(replay)
-    for steps, most in ((100, 10), (1, 4), (0, 0), (12, 6)):
-        written.clear()
-        play_random_frames(ledger, steps, rng, check=10**9)
-        if steps:
-            drawable = np.flatnonzero(replay.tree[np.arange(replay.blank)])
-            replay.update(drawable[:5], steps * rng.normal(size=5))
-        before = set(replay.pieces.values())
-        state = replay.state_dict(tmp_path)
-        assert (steps == 100) == (len(written) == 10) and len(written) <= most
-        replay.remove_old_pieces(tmp_path)
-        assert {path.name for path in tmp_path.iterdir()} == set(state["pieces"].values()) | before
-        other = make_replay(2, 50)
-        other.load_state_dict(state, tmp_path)
-        assert other.max_priority == replay.max_priority > 1
-        assert torch.equal(other.frames, replay.frames) and not other.changed.any()
-        np.testing.assert_array_equal(other.tree.nodes, replay.tree.nodes)
-        assert_identical(other.state_dict(tmp_path), replay.state_dict(tmp_path))
-    ledger.replay = other  # and it goes on from there
-    play_random_frames(ledger, 30, rng)
+    if steps:
+        play_random_frames(ledger, steps, rng)
+        drawable = np.flatnonzero(replay.tree[np.arange(100)])
+        replay.update(drawable[:5], torch.arange(-2.0, 3.0))
+    state = copy.deepcopy(replay.state_dict())
+    assert len(state["frames"]) == -(-replay.filled // 30) and (steps < 100 or replay.filled == 100)
+    other.load_state_dict(state)
+    assert torch.equal(other.frames, replay.frames)
+    np.testing.assert_array_equal(other.tree.nodes, replay.tree.nodes)
+    assert_identical(other.state_dict(), state)
+    ledger.replay = other
+    play_random_frames(ledger, 80, rng)
 
 
 def test_a_learning_rate_that_explodes_ends_the_run(call, tmp_path):
@@ -814,7 +768,6 @@ WRONG = {
     "epsilon above 1": ("--start-epsilon 1.5", "--start-epsilon 1.5"),
     "alpha above 1": ("--per-alpha 1.5", "--per-alpha 1.5"),
     "negative beta": ("--per-beta -0.1", "--per-beta -0.1"),
-    "priorities of zero": ("--per-eps 0", "--per-eps 0"),
     "no reward at all": ("--n-step 0", "--n-step 0"),
     "a replay on no GPU": ("--replay-on-gpu", "--replay-on-gpu CUDA"),
     "a replay larger than the machine": ("--buffer-size 1000000000000", "GB --buffer-size"),
