@@ -39,32 +39,29 @@ whose value was most mistaken; each step moves Q(s, a) towards the reward plus t
     \gamma^n        discounts          (B,)             of the bootstrap; 0 after a termination
     \delta_i        td_errors          (B,)             TD error, [PER] Alg. 1, line 11
     p_i             priorities         (B,)             |delta_i| + eps, [PER] Sec. 3.3
-    P(i)            tree[i] / total    (B,)             probability of being drawn, [PER] Eq. (1)
+    P(i)            tree[i] / sum      (B,)             probability of being drawn, [PER] Eq. (1)
     w_i             weights            (B,)             importance-sampling weight, [PER] Sec. 3.4
     \alpha, \beta   per_alpha, per_beta                 how much priorities count, how much of their bias is corrected
     \epsilon        epsilon                             probability of a random action
 
 Where this differs from the papers or from common practice, and why:
-  * The defaults are those of labml's annotated DQN, but for its replay of 2^14 transitions (--buffer-size 16384) and
-    its 32 million steps. All schedules are fractions of the run: a short run ends them too.
+  * The defaults are labml's (annotated DQN), but for its replay of 2^14 transitions (--buffer-size 16384) and its 32
+    million steps. [PER] divides the learning rate by four, [DUEL] clips gradients to norm 10 and scales the trunk's by
+    1/sqrt(2); labml has 1e-4 and 0.5. All schedules are fractions of the run: a short run ends them too.
   * Each frame is stored once (7 GB for a million, against 56 GB of stored pairs); stacks are put together on sampling.
     A transition that has not all its frames has priority zero: nothing is ever drawn twice or in vain.
   * Weights are divided by the minibatch's largest, not the memory's: N cancels out and no tree of minima is needed.
   * A minibatch is drawn before the priorities of the one before it are known, so that drawing and computing overlap.
-  * The loss is Huber's, times w_i; priorities are of the unclipped error. Gradients are clipped to norm 0.5 (so labml;
-    [DUEL] has 10 and scales the trunk's by 1/sqrt(2)). [PER] divides the learning rate by four; labml's is 1e-4.
   * A time limit is not a failure: at a truncation the last observation's value is bootstrapped ([TIME]).
   * A lost life ends the return, not the game. On the step after it FIRE is pressed for the agent: a game like Breakout
     would otherwise wait for ever. Rewards are clipped to their sign for learning; what is logged is the game's score.
   * Ids mean what they mean elsewhere: `BreakoutNoFrameskip-v4` and `BreakoutDeterministic-v4` know no sticky actions,
-    `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
-  * At each checkpoint all games begin anew with a seed made of (seed, global_step), whether or not the run is
-    interrupted there, and the open ones count as truncated. The emulators cannot save their state; so nothing needs it,
-    and resuming is exact to the bit: the replay is in the checkpoint too.
+    `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]).
+  * At each checkpoint all games are cut off and begin anew with a seed made of (seed, global_step), interrupted there
+    or not: emulators cannot save their state. All else is in the checkpoint, and resuming is exact to the bit.
 
-While a run goes on, a file live.json in its folder changes its learning rate: {"learning_rate": 5e-5}.
-Steps are agent steps, four frames each. Two torch threads pay on a quiet machine and lose on a busy one. Scores and
-speeds: README.md.
+While a run goes on, a file live.json in its folder changes its learning rate: {"learning_rate": 5e-5}. Steps are agent
+steps, four frames each. Two torch threads pay on a quiet machine and lose on a busy one. Scores, speeds: README.md.
 
     python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4           # writes runs/BreakoutNoFrameskip-v4__dqn_per_...
     python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...  # goes on after an interruption, exactly
@@ -327,15 +324,15 @@ def check_memory(args: Args) -> None:
     """Say what the replay will take, or refuse it where there is not that much."""
     if args.replay_on_gpu and not (args.cuda and torch.cuda.is_available()):
         fail("--replay-on-gpu needs --cuda and a CUDA device")
-    needed = replay_bytes(args)
-    available = torch.cuda.mem_get_info()[0] if args.replay_on_gpu else available_memory()
     where = "GPU memory" if args.replay_on_gpu else "memory"
+    available = torch.cuda.mem_get_info()[0] if args.replay_on_gpu else available_memory()
+    needed = replay_bytes(args)
+    text = f"--buffer-size {args.buffer_size} takes {needed / 1e9:.1f} GB of {where} when full"
     if needed > available:
         most = int(0.99 * args.buffer_size * available / needed)
-        has = f"there are {available / 1e9:.1f} GB: at most --buffer-size {most}"
-        fail(f"--buffer-size {args.buffer_size} takes {needed / 1e9:.1f} GB of {where} when full, and {has}")
-    if needed >= 1e9:
-        print(f"note: the replay will take {needed / 1e9:.1f} GB of {where} when it is full", file=sys.stderr)
+        fail(f"{text}, and there are {available / 1e9:.1f} GB: at most --buffer-size {most}")
+    if needed > 1e8:
+        print(f"note: {text}", file=sys.stderr)
 
 
 def atari_settings(env_id: str) -> dict:
@@ -454,13 +451,7 @@ def reset_seeds(seed: int, *key: int, num: int) -> list[int]:
 
 
 class QNetwork(nn.Module):
-    """Q(s, a) for all actions: the convolutions of [DQN] Methods, then the two streams of [DUEL] Sec. 3 or one layer.
-
-    Args:
-        num_actions: A, the number of joystick positions.
-        dueling: whether value and advantages have streams of their own.
-        bf16: whether to compute in bfloat16.
-    """
+    """Q(s, a) for all A actions: the convolutions of [DQN] Methods, then the streams of [DUEL] Sec. 3 or one layer."""
 
     def __init__(self, num_actions: int, dueling: bool = True, bf16: bool = False) -> None:
         super().__init__()
@@ -499,12 +490,8 @@ class QNetwork(nn.Module):
 class SumTree:
     """A binary tree whose leaves are p_i^alpha and whose nodes are sums of their children, [PER] App. B.2.1.
 
-    One array holds it: node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half. All
-    methods take many leaves at once and go from level to level, log2(capacity) times. Everything is float64: in float32
-    a million leaves have the wrong sum.
-
-    Args:
-        capacity: the number of leaves.
+    Node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half. All methods take many
+    leaves at once and go from level to level. It is float64: in float32 a million leaves have the wrong sum.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -512,13 +499,8 @@ class SumTree:
         self.first_leaf = 1 << self.depth
         self.nodes = np.zeros(2 * self.first_leaf)
 
-    @property
-    def total(self) -> float:
-        """The sum of all leaves."""
-        return self.nodes[1]
-
-    def __getitem__(self, leaves: np.ndarray) -> np.ndarray:
-        return self.nodes[self.first_leaf + leaves]
+    def __getitem__(self, leaves: np.ndarray | slice) -> np.ndarray:
+        return self.nodes[self.first_leaf :][leaves]
 
     def set(self, leaves: np.ndarray, values: np.ndarray | float) -> None:
         """Write values (K,), none negative, to leaves (K,); of a leaf named twice the last one stays.
@@ -535,23 +517,23 @@ class SumTree:
             self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
 
     def find(self, values: np.ndarray) -> np.ndarray:
-        """For each value (K,) in [0, total) the leaf (K,) in whose part of the cumulated sum it lies."""
+        """For each value (K,) in [0, sum of all leaves) the leaf (K,) in whose part of the cumulated sum it lies."""
         nodes = np.ones(len(values), int)
         for _ in range(self.depth):
             nodes = 2 * nodes
             left = self.nodes[nodes]
-            # Trap: a value next to the total may be above the left sum by rounding alone; without the second condition
-            # it ends on a leaf of zero, whose weight is infinite
+            # Trap: rounding may lift a value above the last sum. Without the second condition it would end on a leaf of
+            # zero, whose weight is infinite
             right = (values >= left) & (self.nodes[nodes + 1] > 0)
             values = np.where(right, values - left, values)
             nodes = nodes + right
         return nodes - self.first_leaf
 
     def sample(self, size: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw leaves (size,) in proportion to their values, one in each of `size` equal parts of the total."""
-        if not self.total > 0:
+        """Draw leaves (size,) in proportion to their values, one in each of `size` equal parts of the sum."""
+        if not self.nodes[1] > 0:
             raise ValueError("nothing can be drawn: all leaves are zero")
-        return self.find((np.arange(size) + rng.random(size)) / size * self.total)
+        return self.find((np.arange(size) + rng.random(size)) / size * self.nodes[1])
 
 
 def importance_weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
@@ -575,11 +557,7 @@ class Replay:
     the same game: what follows row i is in row i + N, round and round. The last observation of a game has a row of its
     own, then comes the next game. The rows that can be drawn are those with a priority. Never: last observations
     (nothing was done there). Not yet: rows whose n successors are still to come. No longer: those of whose stack a
-    frame is overwritten.
-
-    Args:
-        args: num_envs, buffer_size, n_step, gamma, and what [PER] needs.
-        device: where the frames are.
+    frame is overwritten. The frames are on `device`.
     """
 
     columns = ("ages", "actions", "rewards", "terminations", "truncations")
@@ -650,13 +628,9 @@ class Replay:
     def sample(self, size: int, beta: float, rng: np.random.Generator, device: torch.device | str = "cpu") -> tuple:
         r"""Draw B transitions: their rows (B,), and a batch on the device.
 
-        The batch: pixels (B, 8, 84, 84), four frames of s_t and four of the bootstrap's state; actions a_t (B,);
-
-            returns    R^(n) = \sum_{k<m} \gamma^k r_{t+k}                                   (B,)
-            discounts  \gamma^m, or 0 where the last of these steps was a termination         (B,)
-            weights    w_i                                                                    (B,)
-
-        where m is n, or the steps up to the return's end. It ends with a life or a game, and where a game was cut off.
+        The batch: pixels (B, 8, 84, 84), four frames of s_t and four of the bootstrap's state; actions a_t; returns
+        R^(n) = \sum_{k<m} \gamma^k r_{t+k}; discounts \gamma^m, or 0 where the last of these steps was a termination;
+        weights w_i; all (B,). m is n, or the steps up to the return's end: a life's, a game's, or where it was cut off.
         """
         rows = self.tree.sample(size, rng)
         k = np.arange(self.args.n_step)
@@ -979,30 +953,28 @@ Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {S
         api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
 
 
-def read_live(run_folder: Path, args: Args, live: dict, global_step: int) -> None:
+def read_live(path: Path, args: Args, live: dict, global_step: int) -> None:
     """Take over the learning rate in live.json where the file has changed, and say so; nonsense is named and ignored.
 
-    Changes `args`, and `live`: the file's text as it was last read, and all changes [step, name, before, after].
+    Changes `args`, and `live`: the file's text as it was last read, and all changes [step, before, after].
     """
-    try:
-        text = (run_folder / "live.json").read_text(errors="replace")
-    except OSError:
-        text = ""
-    before, live["text"] = live["text"], text
+    text, before = "", live["text"]
+    with contextlib.suppress(OSError):
+        text = path.read_text(errors="replace")
+    live["text"] = text
     if text in ("", before):
         return
     try:
-        (name, value), *others = json.loads(text).items()
-        good = not others and name == "learning_rate" and type(value) in (int, float) and 0 < float(value) < math.inf
+        ((name, rate),) = json.loads(text).items()
+        rate = float(rate) if name == "learning_rate" and type(rate) in (int, float) else math.nan
     except (ValueError, AttributeError, OverflowError, RecursionError):
-        good = False
-    if not good:
-        form = json.dumps({"learning_rate": args.learning_rate})
-        print(f"\nnote: live.json is ignored: it must be like {form}", file=sys.stderr)
-    elif value != args.learning_rate:
-        live["changes"].append([global_step, name, args.learning_rate, float(value)])
-        print(f"\nnote: live.json at step {global_step:,}: {name} {args.learning_rate} -> {value}", file=sys.stderr)
-        args.learning_rate = float(value)
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        print(f'\nnote: {path} is ignored: it must be like {{"learning_rate": {args.learning_rate}}}', file=sys.stderr)
+    elif rate != args.learning_rate:
+        print(f"\nnote: {path} at step {global_step:,}: {args.learning_rate} -> {rate}", file=sys.stderr)
+        live["changes"].append([global_step, args.learning_rate, rate])
+        args.learning_rate = rate
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
@@ -1067,7 +1039,6 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     if not checkpoint:
         save()
     progress = Progress(global_step, last_step)
-    fractions = (0.0, args.middle_fraction, args.end_fraction)
     epsilons = (args.start_epsilon, args.middle_epsilon, args.end_epsilon)
     pixels = None
 
@@ -1077,7 +1048,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             pixels = games.reset(seeds)
             first_game, first_step = [] if args.capture_video else None, global_step
         done = global_step / last_step  # part of the run
-        epsilon = float(np.interp(done, fractions, epsilons))
+        epsilon = float(np.interp(done, (0, args.middle_fraction, args.end_fraction), epsilons))
         per_beta = args.per_beta + (1 - args.per_beta) * done
         optimizer.param_groups[0]["lr"] = args.learning_rate
 
@@ -1136,14 +1107,13 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                     "losses/q_values": values.mean(),
                     "losses/grad_norm": grad_norms[-1],
                 }
-                leaves = replay.tree[np.arange(replay.filled)]
-                writer.add_histogram(
-                    "charts/priorities", leaves[leaves > 0][:: 1 + replay.filled // 10_000], global_step
-                )
+                leaves = replay.tree[: replay.filled]
+                some = leaves[leaves > 0][:: 1 + replay.filled // 10_000]
+                writer.add_histogram("charts/priorities", some, global_step)
             for tag, scalar in scalars.items():
                 writer.add_scalar(tag, scalar, global_step)
             progress.show(global_step, recent_returns)
-            read_live(run_folder, args, live, global_step)
+            read_live(run_folder / "live.json", args, live, global_step)
         if global_step // args.checkpoint_interval > (global_step - steps) // args.checkpoint_interval:
             replay.cut(pixels[:, -1])
             save()

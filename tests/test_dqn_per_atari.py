@@ -51,9 +51,9 @@ def test_tree_is_cumsum_and_searchsorted(size):
             leaves[leaf] = value
         np.testing.assert_array_equal(tree[np.arange(size)], leaves)
         cumulated = np.cumsum(leaves)
-        assert tree.total == cumulated[-1]
-        if tree.total:
-            draws = np.concatenate([rng.random(20) * tree.total, rng.integers(cumulated[-1], size=20)])
+        assert tree.nodes[1] == cumulated[-1]
+        if tree.nodes[1]:
+            draws = np.concatenate([rng.random(20) * tree.nodes[1], rng.integers(cumulated[-1], size=20)])
             np.testing.assert_array_equal(tree.find(draws), np.searchsorted(cumulated, draws, side="right"))
         if k % 100 == 0:
             tree.set(np.arange(size), 0.0)
@@ -69,7 +69,7 @@ def test_sums_do_not_drift():
     rebuilt = dqn.SumTree(1000)
     rebuilt.set(np.arange(1000), tree[np.arange(1000)])
     np.testing.assert_array_equal(tree.nodes, rebuilt.nodes)  # to the last bit: the sums depend on the leaves only
-    assert tree.total == pytest.approx(tree[np.arange(1000)].sum(), rel=1e-14)
+    assert tree.nodes[1] == pytest.approx(tree[np.arange(1000)].sum(), rel=1e-14)
 
 
 def test_no_leaf_of_zero_is_ever_drawn():
@@ -78,7 +78,7 @@ def test_no_leaf_of_zero_is_ever_drawn():
         rng = np.random.default_rng(seed)
         tree, filled = dqn.SumTree(200), rng.integers(1, 150)
         tree.set(np.arange(filled), rng.random(filled) * (rng.random(filled) < 0.7) + 1e-9 * (np.arange(filled) == 0))
-        draws = np.array([0.0, np.nextafter(tree.total, 0), tree.total, *rng.random(20) * tree.total])
+        draws = np.array([0.0, np.nextafter(tree.nodes[1], 0), tree.nodes[1], *rng.random(20) * tree.nodes[1]])
         assert (tree[tree.find(draws)] > 0).all()
 
 
@@ -88,7 +88,7 @@ def test_what_is_no_priority_is_refused_and_changes_nothing(value):
     tree.set(np.arange(5), np.ones(5))
     with pytest.raises(FloatingPointError, match="not finite"):
         tree.set(np.arange(3), np.array([2.0, value, 2.0]))
-    assert tree.total == 5 and (tree[np.arange(5)] == 1).all()
+    assert tree.nodes[1] == 5 and (tree[np.arange(5)] == 1).all()
 
 
 @pytest.mark.parametrize("stratified", [True, False])
@@ -99,7 +99,7 @@ def test_sampled_frequencies_are_the_probabilities(stratified):
     if stratified:
         drawn = np.concatenate([tree.sample(40, rng) for _ in range(draws // 40)])
     else:
-        drawn = tree.find(rng.random(draws) * tree.total)
+        drawn = tree.find(rng.random(draws) * tree.nodes[1])
     expected = draws * values / values.sum()
     counts = np.bincount(drawn, minlength=77)
     assert (counts[expected == 0] == 0).all()
@@ -533,7 +533,7 @@ def test_a_few_steps_in_every_mode(tmp_path, monkeypatch, tiny, mode, cuda):
 
 def test_training_is_adam_on_the_minibatches_with_a_target_network(tmp_path, monkeypatch, tiny):
     """The minibatches of a run, replayed with torch.optim on ordinary networks, give the run's parameters."""
-    batches, rates = [], dict(learning_rate=3e-4, max_grad_norm=0.5)
+    batches, rates = [], dict(learning_rate=3e-4, max_grad_norm=0.7)
 
     def td_loss(*inputs, double, td_loss=dqn.td_loss):
         batches.append(copy.deepcopy(inputs[2:]))
@@ -553,11 +553,11 @@ def test_training_is_adam_on_the_minibatches_with_a_target_network(tmp_path, mon
         loss, *_ = dqn.td_loss(q_network, target_network, *batch, double=True)
         adam.zero_grad()
         loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(q_network.parameters(), 0.5).item())
+        norms.append(nn.utils.clip_grad_norm_(q_network.parameters(), 0.7).item())
         adam.step()
         if k % 2 == 1 and (6 + k // 2) % 3 == 0:
             target_network.load_state_dict(q_network.state_dict())
-    assert min(norms) < 0.5 < max(norms)
+    assert min(norms) < 0.7 < max(norms)
     moved = max((tensor - start[name]).abs().max().item() for name, tensor in q_network.state_dict().items())
     for network, name in ((q_network, "agent"), (target_network, "target_network")):
         for parameter, expected in network.state_dict().items():
@@ -587,7 +587,14 @@ def test_only_the_last_life_ends_the_return_where_lives_do_not_count(tmp_path, t
 
 
 def test_live_json_changes_the_run_and_is_remembered(tmp_path, tiny, monkeypatch, capfd):
-    bad = ["{", '{"gamma": 0.5}', '{"learning_rate": -1}', "[]", '{"learning_rate": true}']
+    bad = [
+        "{",
+        '{"gamma": 0.5}',
+        '{"learning_rate": 5e-5, "gamma": 0.5}',
+        '{"learning_rate": -1}',
+        "[]",
+        '{"learning_rate": true}',
+    ]
     bad += [f'{{"learning_rate": {10**400}}}', "[" * 100_000]
     good = '{"learning_rate": 5e-05}'
     texts = {16 * k: text for k, text in enumerate([good, good, *bad, None, good, '{"learning_rate": 0.01}'], start=2)}
@@ -601,17 +608,17 @@ def test_live_json_changes_the_run_and_is_remembered(tmp_path, tiny, monkeypatch
         show(self, global_step, recent_returns)
 
     monkeypatch.setattr(dqn.Progress, "show", write)
-    checkpoint = train(tmp_path, total_timesteps=208)
+    checkpoint = train(tmp_path, total_timesteps=224)
     first, *ignored, last = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert "at step 32: learning_rate 0.0001 -> 5e-05" in first
-    assert "at step 208: learning_rate 5e-05 -> 0.01" in last
+    assert "live.json at step 32: 0.0001 -> 5e-05" in first
+    assert "live.json at step 224: 5e-05 -> 0.01" in last
     assert len(ignored) == len(bad)
     assert all('live.json is ignored: it must be like {"learning_rate": 5e-05' in note for note in ignored)
-    changes = [[32, "learning_rate", 1e-4, 5e-5], [208, "learning_rate", 5e-5, 0.01]]
-    assert checkpoint["live"] == {"text": texts[208], "changes": changes}
+    changes = [[32, 1e-4, 5e-5], [224, 5e-5, 0.01]]
+    assert checkpoint["live"] == {"text": texts[224], "changes": changes}
     assert checkpoint["args"]["learning_rate"] == 0.01 and checkpoint["optimizer"]["param_groups"][0]["lr"] == 5e-5
     rates = [value for _, value in scalars(tmp_path)["charts/learning_rate"]]
-    assert rates == pytest.approx([1e-4] * 2 + [5e-5] * 11)
+    assert rates == pytest.approx([1e-4] * 2 + [5e-5] * 12)
 
 
 # Resume. The replay has wrapped, is in several pieces, and all is as if nothing had happened
@@ -789,7 +796,7 @@ def test_what_a_large_replay_takes_is_said_and_taken_only_as_it_fills(call, tmp_
     monkeypatch.setattr(dqn, "available_memory", lambda: 10**13)
     result = call("dqn_per_atari", *argv)
     assert result.status == 0
-    assert re.fullmatch(r"note: the replay will take 7\.1 GB of memory when it is full\n", result.stderr)
+    assert re.fullmatch(r"note: --buffer-size 1000000 takes 7\.1 GB of memory when full\n", result.stderr)
     shutil.rmtree(tmp_path / "runs")
     monkeypatch.setattr(dqn, "available_memory", lambda: 5 * 10**9)
     result = call("dqn_per_atari", *argv)
