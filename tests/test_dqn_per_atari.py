@@ -761,34 +761,7 @@ def test_a_learning_rate_that_explodes_ends_the_run(call, tmp_path):
         assert all(tensor.isfinite().all() for tensor in load(path)["agent"].values())
 
 
-# Wrong calls
-
-WRONG = {
-    "no such game": ("--env-id BreakoutNoFrameskip-v5", "BreakoutNoFrameskip-v4"),
-    "not one iteration": ("--total-timesteps 7", "--total-timesteps 7 16"),
-    "a replay that is never warm": ("--learning-starts 141", "--learning-starts 141 --buffer-size 140"),
-    "a run that never learns": ("--total-timesteps 96", "--learning-starts 100 96"),
-    "a run that ends before it learns": ("--learning-starts 477 --buffer-size 600", "--learning-starts 477 480"),
-    "a replay of nothing": ("--buffer-size 20 --learning-starts 10", "--buffer-size 20 24"),
-    "fractions in disorder": ("--middle-fraction 0.6", "--middle-fraction 0.6 --end-fraction 0.5"),
-    "no fraction": ("--end-fraction 0", "--end-fraction 0"),
-    "epsilon above 1": ("--start-epsilon 1.5", "--start-epsilon 1.5"),
-    "alpha above 1": ("--per-alpha 1.5", "--per-alpha 1.5"),
-    "negative beta": ("--per-beta -0.1", "--per-beta -0.1"),
-    "no reward at all": ("--n-step 0", "--n-step 0"),
-    "a replay on no GPU": ("--replay-on-gpu", "--replay-on-gpu CUDA"),
-    "a replay larger than the machine": ("--buffer-size 1000000000000", "GB --buffer-size"),
-}
-
-
-@pytest.mark.parametrize("flags, words", WRONG.values(), ids=WRONG)
-def test_a_wrong_call_is_one_line_and_leaves_no_trace(call, tmp_path, flags, words):
-    result = call("dqn_per_atari", *ARGV, *flags.split())
-    assert (result.status, result.stdout) == (2, "")
-    assert re.fullmatch(r"error: [^\n]+\n", result.stderr)
-    for word in words.split():
-        assert word in result.stderr
-    assert not list(tmp_path.iterdir())
+# Memory
 
 
 def test_what_a_large_replay_takes_is_said_and_taken_only_as_it_fills(call, tmp_path, monkeypatch):
