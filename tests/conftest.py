@@ -29,7 +29,7 @@ SMALL = {
     "--total-timesteps 4736 --checkpoint-interval 512 --eval-episodes 2".split(),
     "dqn_per_atari": "--env-id BreakoutNoFrameskip-v4 --num-envs 2 --num-steps 4 --updates 1 --batch-size 2 "
     "--buffer-size 66 --learning-starts 4 --log-interval 1 --total-timesteps 296 --checkpoint-interval 32 "
-    "--eval-episodes 2 --eval-epsilon 0 --torch-threads 1 --env-threads 1 --no-cuda".split(),
+    "--eval-episodes 2 --eval-epsilon 0.0 --torch-threads 1 --env-threads 1 --no-cuda".split(),
 }
 SCALE = {"ppo_continuous": 1, "dqn_per_atari": 16}
 

@@ -26,13 +26,13 @@ WRONG = {  # in every script: {what is wrong: (flags, what the line has to say)}
     "folder for a name": ("--exp-name a/b", "--exp-name"),
     "no name": ("--exp-name=", "--exp-name"),
     "malformed id": ("--env-id !!", "!!"),
-    "no id": ("--env-id=", "ID"),
     "resume and evaluate": ("--resume here --evaluate there", "--resume --evaluate"),
     "resume a missing run": ("--resume nowhere", "nowhere"),
     "evaluate a missing run": ("--evaluate nowhere", "nowhere"),
 }
 WRONG_OF = {
     "ppo_continuous": {
+        "no id": ("--env-id=", "ID"),
         "misspelt environment": ("--env-id HalfCheeta-v4", "HalfCheeta-v4 HalfCheetah-v4"),
         "version to come": ("--env-id HalfCheetah-v9", "HalfCheetah-v9 HalfCheetah-v5"),
         "version gone": ("--env-id HalfCheetah-v3", "HalfCheetah-v3"),
@@ -46,6 +46,7 @@ WRONG_OF = {
         "clip of 1": ("--clip-coef 1", "--clip-coef 1"),
     },
     "dqn_per_atari": {
+        "no id": ("--env-id=", "no Atari game"),
         "misspelt game": ("--env-id BraekoutNoFrameskip-v4", "BraekoutNoFrameskip-v4 BreakoutNoFrameskip-v4"),
         "no game": ("--env-id CartPole-v1", "CartPole-v1"),
         "not one iteration": ("--num-steps 500", "--total-timesteps 296 1000"),
@@ -91,7 +92,7 @@ TAGS_OF = {  # once per batch
         losses/grad_norm""".split(),
 }
 PROGRESS = r"[\d,]+/[\d,]+ steps  [\d,]+ steps/s  return (-|-?[\d.,]+) \(last \d+\)  \d+:\d\d:\d\d left"
-SCORE = r"evaluation: (-?[\d.]+) \+- ([\d.]+) over (\d+) episodes.*\n(?:returns: (.+))\n"
+SCORE = r"evaluation: (-?[\d.]+) \+- ([\d.]+) over (\d+) (?:episodes|games).*\n(?:returns: (.+))\n"
 
 
 def table(tables):

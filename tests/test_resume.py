@@ -442,10 +442,10 @@ def test_a_finished_run_goes_on_with_more_steps(call, tmp_path, reference, scrip
 
 def test_changed_flags_are_said(call, interrupted, script):
     name, run_folder = interrupted
-    result = call(script, "--resume", name, "--learning-rate", "1e-4", "--gamma", "0.9", "--exp-name", script)
+    result = call(script, "--resume", name, "--learning-rate", "2e-4", "--gamma", "0.9", "--exp-name", script)
     assert result.status == 0
     assert re.fullmatch(r"note: [^\n]*\n", result.stderr)
-    for words in ("learning_rate", "0.0001", "gamma 0.99 -> 0.9"):
+    for words in ("learning_rate", "0.0002", "gamma 0.99 -> 0.9"):
         assert words in result.stderr
     for words in ("resume", "exp_name", "seed"):
         assert words not in result.stderr
