@@ -39,32 +39,29 @@ whose value was most mistaken; each step moves Q(s, a) towards the reward plus t
     \gamma^n        discounts          (B,)             of the bootstrap; 0 after a termination
     \delta_i        td_errors          (B,)             TD error, [PER] Alg. 1, line 11
     p_i             priorities         (B,)             |delta_i| + eps, [PER] Sec. 3.3
-    P(i)            tree[i] / total    (B,)             probability of being drawn, [PER] Eq. (1)
+    P(i)            tree[i] / sum      (B,)             probability of being drawn, [PER] Eq. (1)
     w_i             weights            (B,)             importance-sampling weight, [PER] Sec. 3.4
     \alpha, \beta   per_alpha, per_beta                 how much priorities count, how much of their bias is corrected
     \epsilon        epsilon                             probability of a random action
 
 Where this differs from the papers or from common practice, and why:
-  * The defaults are those of labml's annotated DQN, but for its replay of 2^14 transitions (--buffer-size 16384) and
-    its 32 million steps. All schedules are fractions of the run: a short run ends them too.
+  * The defaults are labml's (annotated DQN), but for its replay of 2^14 transitions (--buffer-size 16384) and its 32
+    million steps. [PER] divides the learning rate by four, [DUEL] clips gradients to norm 10 and scales the trunk's by
+    1/sqrt(2); labml has 1e-4 and 0.5. All schedules are fractions of the run: a short run ends them too.
   * Each frame is stored once (7 GB for a million, against 56 GB of stored pairs); stacks are put together on sampling.
     A transition that has not all its frames has priority zero: nothing is ever drawn twice or in vain.
   * Weights are divided by the minibatch's largest, not the memory's: N cancels out and no tree of minima is needed.
   * A minibatch is drawn before the priorities of the one before it are known, so that drawing and computing overlap.
-  * The loss is Huber's, times w_i; priorities are of the unclipped error. Gradients are clipped to norm 0.5 (so labml;
-    [DUEL] has 10 and scales the trunk's by 1/sqrt(2)). [PER] divides the learning rate by four; labml's is 1e-4.
   * A time limit is not a failure: at a truncation the last observation's value is bootstrapped ([TIME]).
   * A lost life ends the return, not the game. On the step after it FIRE is pressed for the agent: a game like Breakout
     would otherwise wait for ever. Rewards are clipped to their sign for learning; what is logged is the game's score.
   * Ids mean what they mean elsewhere: `BreakoutNoFrameskip-v4` and `BreakoutDeterministic-v4` know no sticky actions,
-    `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
-  * At each checkpoint all games begin anew with a seed made of (seed, global_step), whether or not the run is
-    interrupted there, and the open ones count as truncated. The emulators cannot save their state; so nothing needs it,
-    and resuming is exact to the bit: the replay is in the checkpoint too.
+    `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]).
+  * At each checkpoint all games are cut off and begin anew with a seed made of (seed, global_step), interrupted there
+    or not: emulators cannot save their state. All else is in the checkpoint, and resuming is exact to the bit.
 
-While a run goes on, a file live.json in its folder changes its learning rate: {"learning_rate": 5e-5}.
-Steps are agent steps, four frames each. Two torch threads pay on a quiet machine and lose on a busy one. Scores and
-speeds: README.md.
+While a run goes on, a file live.json in its folder changes its learning rate: {"learning_rate": 5e-5}. Steps are agent
+steps, four frames each. Two torch threads pay on a quiet machine and lose on a busy one. Scores, speeds: README.md.
 
     python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4           # writes runs/BreakoutNoFrameskip-v4__dqn_per_...
     python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...  # goes on after an interruption, exactly
@@ -87,6 +84,7 @@ import time
 import zipfile
 import zlib
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -102,8 +100,7 @@ from ale_py.vector_env import AtariVectorEnv
 from torch.utils.tensorboard import SummaryWriter
 
 SCRIPT = "dqn_per_atari"
-PIECE = 4096  # frames of the replay in one file of a checkpoint: 29 MB, compressed to about one
-LIVE = ("learning_rate", "max_grad_norm")  # what live.json may change
+PIECE = 4096  # frames of the replay that are compressed together in a checkpoint: 29 MB, then about one
 
 
 @dataclass
@@ -194,8 +191,6 @@ class Args:
     """alpha: how much priorities count (0: uniform)"""
     per_beta: float = 0.4
     """beta at the beginning: how much of the bias is corrected; it rises linearly to 1 at the end of the run"""
-    per_eps: float = 1e-6
-    """added to |delta|, so that no priority is zero"""
     start_epsilon: float = 1.0
     """probability of a random action at the beginning"""
     middle_epsilon: float = 0.1
@@ -219,7 +214,7 @@ class Args:
             (f"{counts} {intervals} torch_threads eval_episodes", "at least 1", lambda value: value >= 1),
             ("env_threads", "zero or more", lambda value: value >= 0),
             ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
-            ("learning_rate max_grad_norm per_eps", "positive and finite", lambda value: 0 < value < math.inf),
+            ("learning_rate max_grad_norm", "positive and finite", lambda value: 0 < value < math.inf),
             ("gamma per_alpha per_beta eval_epsilon", "between 0 and 1", lambda value: 0 <= value <= 1),
             ("start_epsilon middle_epsilon end_epsilon", "between 0 and 1", lambda value: 0 <= value <= 1),
             ("middle_fraction end_fraction", "above 0 and at most 1", lambda value: 0 < value <= 1),
@@ -233,7 +228,8 @@ class Args:
             fail(f"--total-timesteps {self.total_timesteps} is less than one iteration of {steps} steps")
         if self.middle_fraction > self.end_fraction:
             fail(f"--middle-fraction {self.middle_fraction} is more than --end-fraction {self.end_fraction}")
-        if self.learning_starts > min(self.buffer_size, self.total_timesteps):
+        waiting = self.num_envs * self.n_step  # for their successors: at most so many cannot be drawn yet
+        if self.learning_starts > min(self.buffer_size, self.total_timesteps - waiting):
             limits = f"--buffer-size {self.buffer_size} and --total-timesteps {self.total_timesteps}"
             fail(f"--learning-starts {self.learning_starts} is never reached with {limits}")
         least = 2 * self.num_envs * (self.n_step + 4)
@@ -312,16 +308,15 @@ def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
-def available_memory() -> int:
+def available_memory(root: Path = Path("/")) -> int:
     """Bytes of memory that this process may still take."""
-    try:
-        sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # a container has a limit of its own
-        limit, taken = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        available = min(available, limit - taken)
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, TypeError):
+        available = 1024 * int(re.search(r"MemAvailable: *(\d+)", (root / "proc" / "meminfo").read_text())[1])
+    with contextlib.suppress(OSError, TypeError, ValueError):  # a container has a limit of its own, or "max"
+        limit, taken, use = ((root / f"sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
+        cache = re.search(r"inactive_file (\d+)", use)[1]  # of files; given back when memory is short
+        available = min(available, int(limit) - int(taken) + int(cache))
     return available
 
 
@@ -329,15 +324,15 @@ def check_memory(args: Args) -> None:
     """Say what the replay will take, or refuse it where there is not that much."""
     if args.replay_on_gpu and not (args.cuda and torch.cuda.is_available()):
         fail("--replay-on-gpu needs --cuda and a CUDA device")
-    needed = replay_bytes(args)
-    available = torch.cuda.mem_get_info()[0] if args.replay_on_gpu else available_memory()
     where = "GPU memory" if args.replay_on_gpu else "memory"
+    available = torch.cuda.mem_get_info()[0] if args.replay_on_gpu else available_memory()
+    needed = replay_bytes(args)
+    text = f"--buffer-size {args.buffer_size} takes {needed / 1e9:.1f} GB of {where} when full"
     if needed > available:
         most = int(0.99 * args.buffer_size * available / needed)
-        has = f"there are {available / 1e9:.1f} GB: at most --buffer-size {most}"
-        fail(f"--buffer-size {args.buffer_size} takes {needed / 1e9:.1f} GB of {where} when full, and {has}")
-    if needed >= 1e9:
-        print(f"note: the replay will take {needed / 1e9:.1f} GB of {where} when it is full", file=sys.stderr)
+        fail(f"{text}, and there are {available / 1e9:.1f} GB: at most --buffer-size {most}")
+    if needed > 1e8:
+        print(f"note: {text}", file=sys.stderr)
 
 
 def atari_settings(env_id: str) -> dict:
@@ -456,13 +451,7 @@ def reset_seeds(seed: int, *key: int, num: int) -> list[int]:
 
 
 class QNetwork(nn.Module):
-    """Q(s, a) for all actions: the convolutions of [DQN] Methods, then the two streams of [DUEL] Sec. 3 or one layer.
-
-    Args:
-        num_actions: A, the number of joystick positions.
-        dueling: whether value and advantages have streams of their own.
-        bf16: whether to compute in bfloat16.
-    """
+    """Q(s, a) for all A actions: the convolutions of [DQN] Methods, then the streams of [DUEL] Sec. 3 or one layer."""
 
     def __init__(self, num_actions: int, dueling: bool = True, bf16: bool = False) -> None:
         super().__init__()
@@ -501,12 +490,8 @@ class QNetwork(nn.Module):
 class SumTree:
     """A binary tree whose leaves are p_i^alpha and whose nodes are sums of their children, [PER] App. B.2.1.
 
-    One array holds it: node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half. All
-    methods take many leaves at once and go from level to level, log2(capacity) times. Everything is float64: in float32
-    a million leaves have the wrong sum.
-
-    Args:
-        capacity: the number of leaves.
+    Node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half. All methods take many
+    leaves at once and go from level to level. It is float64: in float32 a million leaves have the wrong sum.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -514,13 +499,8 @@ class SumTree:
         self.first_leaf = 1 << self.depth
         self.nodes = np.zeros(2 * self.first_leaf)
 
-    @property
-    def total(self) -> float:
-        """The sum of all leaves."""
-        return self.nodes[1]
-
-    def __getitem__(self, leaves: np.ndarray) -> np.ndarray:
-        return self.nodes[self.first_leaf + leaves]
+    def __getitem__(self, leaves: np.ndarray | slice) -> np.ndarray:
+        return self.nodes[self.first_leaf :][leaves]
 
     def set(self, leaves: np.ndarray, values: np.ndarray | float) -> None:
         """Write values (K,), none negative, to leaves (K,); of a leaf named twice the last one stays.
@@ -537,23 +517,23 @@ class SumTree:
             self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
 
     def find(self, values: np.ndarray) -> np.ndarray:
-        """For each value (K,) in [0, total) the leaf (K,) in whose part of the cumulated sum it lies."""
+        """For each value (K,) in [0, sum of all leaves) the leaf (K,) in whose part of the cumulated sum it lies."""
         nodes = np.ones(len(values), int)
         for _ in range(self.depth):
             nodes = 2 * nodes
             left = self.nodes[nodes]
-            # Trap: a value next to the total may be above the left sum by rounding alone; without the second condition
-            # it ends on a leaf of zero, whose weight is infinite
+            # Trap: rounding may lift a value above the last sum. Without the second condition it would end on a leaf of
+            # zero, whose weight is infinite
             right = (values >= left) & (self.nodes[nodes + 1] > 0)
             values = np.where(right, values - left, values)
             nodes = nodes + right
         return nodes - self.first_leaf
 
     def sample(self, size: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw leaves (size,) in proportion to their values, one in each of `size` equal parts of the total."""
-        if not self.total > 0:
+        """Draw leaves (size,) in proportion to their values, one in each of `size` equal parts of the sum."""
+        if not self.nodes[1] > 0:
             raise ValueError("nothing can be drawn: all leaves are zero")
-        return self.find((np.arange(size) + rng.random(size)) / size * self.total)
+        return self.find((np.arange(size) + rng.random(size)) / size * self.nodes[1])
 
 
 def importance_weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
@@ -570,66 +550,47 @@ def replay_bytes(args: Args) -> int:
     return (rows + 1) * 84 * 84 + rows * 8 + 16 * 2 ** (rows - 1).bit_length()
 
 
-def read_piece(path: Path) -> bytes:
-    """The compressed frames in a file of `Replay.state_dict`. Raises ValueError where its name does not fit them."""
-    try:
-        data = torch.load(path, weights_only=True)["frames"]
-        sound = path.stem.endswith(f"{zlib.crc32(data):08x}")
-    except Exception:
-        sound = False
-    if not sound:
-        raise ValueError(f"{path} is damaged or missing")
-    return data
-
-
 class Replay:
-    """Prioritised replay of single frames: a ring for each game, from which stacks and n-step returns are put together.
+    """Prioritised replay of single frames, from which stacks and n-step returns are put together on sampling.
 
-    A row holds one frame and, but for a game's last one, what the agent did there and got. Row t of a game is s_t's
-    newest frame, row t + 1 is s_{t+1}'s; the last observation of a game has a row of its own, then comes the next game.
-    The rows that can be drawn are those with a priority. Never: last observations (nothing was done there). Not yet:
-    rows whose n successors are still to come. No longer: those whose first frames the ring has overwritten.
-
-    Args:
-        args: num_envs, buffer_size, n_step, gamma, and what [PER] needs.
-        device: where the frames are.
+    A row holds one frame and, but for a game's last one, what the agent did there and got. Every N-th row belongs to
+    the same game: what follows row i is in row i + N, round and round. The last observation of a game has a row of its
+    own, then comes the next game. The rows that can be drawn are those with a priority. Never: last observations
+    (nothing was done there). Not yet: rows whose n successors are still to come. No longer: those of whose stack a
+    frame is overwritten. The frames are on `device`.
     """
 
+    columns = ("ages", "actions", "rewards", "terminations", "truncations")
+
     def __init__(self, args: Args, device: torch.device | str = "cpu") -> None:
-        self.args = args
-        self.streams, self.length = np.arange(args.num_envs), args.buffer_size // args.num_envs
-        self.blank = rows = args.num_envs * self.length  # one more row, always zero: the frames before a game's first
-        if torch.device(device).type == "cpu":  # Trap: torch.zeros would take all of the memory at once
-            self.frames = torch.from_numpy(np.zeros((rows + 1, 84, 84), np.uint8))
-        else:
-            self.frames = torch.zeros((rows + 1, 84, 84), dtype=torch.uint8, device=device)
+        self.args, self.games = args, np.arange(args.num_envs)
+        self.rows = rows = args.buffer_size // args.num_envs * args.num_envs
+        # One more, always zero, stands for all before a game's first. Trap: torch.zeros takes all memory at once
+        self.frames = torch.from_numpy(np.zeros((rows + 1, 84, 84), np.uint8)).to(device)
         self.ages = np.zeros(rows, np.uint8)  # frames of the same game in the rows before, at most 3
         self.actions, self.rewards = np.zeros(rows, np.uint8), np.zeros(rows, np.float32)
         self.terminations, self.truncations = np.zeros(rows, bool), np.zeros(rows, bool)
         self.tree = SumTree(rows)
         self.max_priority = 1.0
+        self.filled = 0  # rows that have ever been written; they are the first
         self.released = 0  # transitions that could ever be drawn
-        self.head = np.zeros(args.num_envs, int)  # of each game: where its next row goes,
+        self.head = self.games.copy()  # of each game: its next row,
         self.age = np.zeros(args.num_envs, int)  # and how many frames it has so far
-        self.changed = np.zeros(-(-rows // PIECE), bool)  # since the last checkpoint
-        self.pieces, self.pieces_before = {}, set()  # files of this checkpoint and of the one before
 
-    def row(self, streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The row of a position in a game's ring."""
-        return streams * self.length + positions % self.length
+    def later(self, rows: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
+        """The rows that come so many steps after `rows`, or before where steps are negative, in the same rings."""
+        return (rows + steps * self.args.num_envs) % self.rows
 
-    def write(self, streams: np.ndarray, frames: np.ndarray) -> np.ndarray:
+    def write(self, games: np.ndarray, frames: np.ndarray) -> np.ndarray:
         """Append frames (K, 84, 84) to the rings of games (K,). Returns their rows (K,)."""
-        position = self.head[streams]
-        rows = self.row(streams, position)
-        device = self.frames.device
+        rows, device = self.head[games], self.frames.device
         self.frames.index_copy_(0, torch.from_numpy(rows).to(device), torch.from_numpy(frames).to(device))
-        self.ages[rows] = self.age[streams].clip(max=3)
-        self.changed[rows // PIECE] = True
-        self.head[streams] = (position + 1) % self.length
-        self.age[streams] += 1
+        self.ages[rows] = self.age[games].clip(max=3)
+        self.filled = max(self.filled, int(rows.max(initial=-1)) + 1)
+        self.head[games] = self.later(rows, 1)
+        self.age[games] += 1
         # What stood there is gone, and the three rows that follow it have lost a frame of their stack
-        self.tree.set(self.row(streams[:, None], position[:, None] + np.arange(4)).ravel(), 0.0)
+        self.tree.set(self.later(rows[:, None], np.arange(4)).ravel(), 0.0)
         return rows
 
     def release(self, rows: np.ndarray) -> None:
@@ -639,117 +600,89 @@ class Replay:
 
     def add(self, frames, actions, rewards, terminations, truncations) -> None:
         """One step of every game: the newest frames of s_t (N, 84, 84), and a_t, r_t and how it ended (N,)."""
-        rows = self.write(self.streams, frames)
+        rows = self.write(self.games, frames)
         self.actions[rows], self.rewards[rows] = actions, rewards
         self.terminations[rows], self.truncations[rows] = terminations, truncations
-        before = self.row(self.streams, self.head - 1 - self.args.n_step)  # the frame just written is their s_{t+n}
-        self.release(before[self.age > self.args.n_step])
+        # The frame just written is s_{t+n} of these
+        self.release(self.later(rows, -self.args.n_step)[self.age > self.args.n_step])
 
-    def end(self, streams: np.ndarray, frames: np.ndarray) -> None:
+    def end(self, games: np.ndarray, frames: np.ndarray) -> None:
         """Games (K,) are over: their last observations' newest frames (K, 84, 84). Rows that waited can be drawn."""
-        back = np.arange(self.args.n_step)
-        waiting = self.row(streams[:, None], self.head[streams, None] - 1 - back)[back < self.age[streams, None]]
-        self.write(streams, frames)
+        back = np.arange(1, self.args.n_step + 1)
+        waiting = self.later(self.head[games, None], -back)[back <= self.age[games, None]]
+        self.write(games, frames)
         self.release(waiting)
-        self.age[streams] = 0
+        self.age[games] = 0
 
     def cut(self, frames: np.ndarray) -> None:
         """Cut all open games off, as a time limit would, with their last observations' newest frames (N, 84, 84)."""
-        streams = np.flatnonzero(self.age)
-        self.truncations[self.row(streams, self.head[streams] - 1)] = True
-        self.end(streams, frames[streams])
+        games = np.flatnonzero(self.age)
+        self.truncations[self.later(self.head[games], -1)] = True
+        self.end(games, frames[games])
 
-    def stacks(self, streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Rows (B, 4) of the frames of s_t, blank before a game's first frame as the environment has it."""
+    def stacks(self, rows: np.ndarray) -> np.ndarray:
+        """Rows (B, 4) of the four frames that the agent saw at rows (B,), blank before a game's first."""
         back = np.arange(3, -1, -1)
-        rows = self.row(streams[:, None], positions[:, None] - back)
-        return np.where(back > self.ages[rows[:, 3:]], self.blank, rows)
+        return np.where(back > self.ages[rows, None], self.rows, self.later(rows[:, None], -back))
 
     def sample(self, size: int, beta: float, rng: np.random.Generator, device: torch.device | str = "cpu") -> tuple:
         r"""Draw B transitions: their rows (B,), and a batch on the device.
 
-        The batch: pixels (B, 8, 84, 84), four frames of s_t and four of the bootstrap's state; actions a_t (B,);
-
-            returns    R^(n) = \sum_{k<m} \gamma^k r_{t+k}                                   (B,)
-            discounts  \gamma^m, or 0 where the last of these steps was a termination         (B,)
-            weights    w_i                                                                    (B,)
-
-        where m is n, or the steps up to the return's end. It ends with a life or a game, and where a game was cut off.
+        The batch: pixels (B, 8, 84, 84), four frames of s_t and four of the bootstrap's state; actions a_t; returns
+        R^(n) = \sum_{k<m} \gamma^k r_{t+k}; discounts \gamma^m, or 0 where the last of these steps was a termination;
+        weights w_i; all (B,). m is n, or the steps up to the return's end: a life's, a game's, or where it was cut off.
         """
         rows = self.tree.sample(size, rng)
-        streams, positions = np.divmod(rows, self.length)
         k = np.arange(self.args.n_step)
-        window = self.row(streams[:, None], positions[:, None] + k)  # (B, n)
+        window = self.later(rows[:, None], k)  # (B, n)
         goes_on = np.cumprod(~(self.terminations | self.truncations)[window], axis=1)
         counts = np.concatenate([np.ones((size, 1), int), goes_on[:, :-1]], axis=1)  # (B, n), 1 for k < m
         m = counts.sum(axis=1)
         returns = (self.args.gamma**k * counts * self.rewards[window]).sum(axis=1)
-        discounts = self.args.gamma**m * ~self.terminations[window[np.arange(size), m - 1]]
+        discounts = self.args.gamma**m * ~self.terminations[self.later(rows, m - 1)]
         weights = importance_weights(self.tree[rows], beta)
-        frames = np.concatenate([self.stacks(streams, positions), self.stacks(streams, positions + m)], axis=1)
-        # Detail: frames[indices] is ten times as slow
-        pixels = self.frames.index_select(0, torch.from_numpy(frames.ravel()).to(self.frames.device))
-
-        def send(tensor: torch.Tensor) -> torch.Tensor:
-            if torch.device(device).type == "cpu" or tensor.is_cuda:
-                return tensor
-            return tensor.pin_memory().to(device, non_blocking=True)  # uint8 across the bus
-
-        columns = np.stack([returns, discounts, weights]).astype(np.float32)
+        frames = torch.from_numpy(np.concatenate([self.stacks(rows), self.stacks(self.later(rows, m))], axis=1))
+        # Detail: self.frames[frames] is ten times as slow
+        pixels = self.frames.index_select(0, frames.ravel().to(self.frames.device)).view(size, 8, 84, 84)
+        columns = torch.from_numpy(np.stack([returns, discounts, weights]).astype(np.float32))
         actions = torch.from_numpy(self.actions[rows].astype(np.int64))
-        return rows, (send(pixels.view(size, 8, 84, 84)), send(actions), *send(torch.from_numpy(columns)))
+        batch = (pixels, actions, columns)
+        if torch.device(device).type == "cuda":  # uint8 across the bus, and nobody waits for it
+            batch = (x if x.is_cuda else x.pin_memory() for x in batch)
+        pixels, actions, columns = (x.to(device, non_blocking=True) for x in batch)
+        return rows, (pixels, actions, *columns)
 
-    def update(self, rows: np.ndarray, td_errors: np.ndarray) -> None:
+    def update(self, rows: np.ndarray, td_errors: torch.Tensor) -> None:
         """Priorities p_i = |delta_i| + eps of rows (B,): [PER] Alg. 1, line 12. Raises FloatingPointError."""
         if self.args.prioritized:
-            priorities = np.abs(td_errors.astype(np.float64)) + self.args.per_eps
+            priorities = td_errors.abs().double().cpu().numpy() + 1e-6
             self.tree.set(rows, priorities**self.args.per_alpha)
             self.max_priority = max(self.max_priority, float(priorities.max()))
 
-    def priorities(self, most: int = 10_000) -> np.ndarray:
-        """p_i^alpha of what can be drawn, of every k-th row where there are many."""
-        leaves = self.tree[np.arange(0, self.blank, -(-self.blank // most))]
-        return leaves[leaves > 0]
+    def state_dict(self) -> dict:
+        """The state between games. The frames are compressed in pieces: a million shrink to a quarter of a gigabyte."""
 
-    def columns(self) -> dict[str, np.ndarray]:
-        """All that is as long as the replay, but for the frames."""
-        leaves = self.tree.nodes[self.tree.first_leaf :][: self.blank]
-        rest = ("ages", "actions", "rewards", "terminations", "truncations", "head")
-        return {"leaves": leaves} | {name: getattr(self, name) for name in rest}
+        def pack(first: int) -> torch.Tensor:
+            piece = self.frames[first : min(first + PIECE, self.filled)].cpu().numpy()
+            return torch.frombuffer(bytearray(zlib.compress(piece, level=1)), dtype=torch.uint8)
 
-    def state_dict(self, folder: Path) -> dict:
-        """The state between games. Frames that have changed are written to the folder, compressed, in pieces.
+        with ThreadPoolExecutor() as pool:
+            frames = list(pool.map(pack, range(0, self.filled, PIECE)))
+        state = {name: getattr(self, name) for name in ("filled", "released", "max_priority")}
+        columns = {name: getattr(self, name)[: self.filled] for name in self.columns}
+        columns |= {"leaves": self.tree[np.arange(self.filled)], "head": self.head}
+        return state | {"frames": frames} | {name: torch.from_numpy(x) for name, x in columns.items()}
 
-        A piece is named by its number and its content, so it never changes: older checkpoints remain whole.
-        """
-        folder.mkdir(exist_ok=True)
-        for k in np.flatnonzero(self.changed).tolist():
-            data = zlib.compress(self.frames[: self.blank][k * PIECE : (k + 1) * PIECE].cpu().numpy(), level=1)
-            self.pieces[k] = f"{k:05}_{zlib.crc32(data):08x}.pt"
-            write_atomically(folder / self.pieces[k], {"frames": data})
-        self.changed[:] = False
-        columns = {name: torch.from_numpy(column.copy()) for name, column in self.columns().items()}
-        return columns | {"max_priority": self.max_priority, "released": self.released, "pieces": dict(self.pieces)}
-
-    def load_state_dict(self, state: dict, folder: Path) -> None:
+    def load_state_dict(self, state: dict) -> None:
         """The inverse."""
-        for name, column in self.columns().items():
-            column[:] = state[name].numpy()
-        self.tree.set(np.arange(self.blank), self.columns()["leaves"])  # the sums
-        self.max_priority, self.released, self.pieces = state["max_priority"], state["released"], dict(state["pieces"])
-        for k, name in self.pieces.items():
-            data = bytearray(zlib.decompress(read_piece(folder / name)))
-            piece = self.frames[: self.blank][k * PIECE : (k + 1) * PIECE]
-            piece.copy_(torch.frombuffer(data, dtype=torch.uint8).view(piece.shape))
-        self.pieces_before = set(self.pieces.values())
-
-    def remove_old_pieces(self, folder: Path) -> None:
-        """Remove the files that neither this checkpoint nor the one before it has."""
-        pieces = set(self.pieces.values())
-        for path in folder.iterdir():
-            if path.name not in pieces | self.pieces_before:
-                path.unlink()
-        self.pieces_before = pieces
+        self.filled, self.released, self.max_priority = state["filled"], state["released"], state["max_priority"]
+        for name in self.columns:
+            getattr(self, name)[: self.filled] = state[name].numpy()
+        self.tree.set(np.arange(self.filled), state["leaves"].numpy())
+        self.head[:] = state["head"].numpy()
+        for piece, data in zip(self.frames[: self.filled].split(PIECE), state["frames"]):
+            data = torch.frombuffer(bytearray(zlib.decompress(data.numpy())), dtype=torch.uint8)
+            piece.copy_(data.view(piece.shape))
 
 
 def td_loss(q_network, target_network, pixels, actions, returns, discounts, weights, double: bool) -> tuple:
@@ -878,34 +811,19 @@ def load_checkpoint(name: str) -> dict:
     fail("; ".join(problems) or f"{name} holds no checkpoint of {SCRIPT}.py")
 
 
-def check_replay(args: Args, checkpoint: dict) -> dict:
-    """The newest checkpoint of the run with a whole replay; damaged ones are named, one of another shape is refused."""
-    if not args.checkpoint_replay or not checkpoint["replay"]:
+def check_fit(args: Args, checkpoint: dict) -> None:
+    """Refuse flags that do not fit what the checkpoint holds, and say where resuming is not exact."""
+    saved = checkpoint["args"]
+    if args.dueling != saved["dueling"]:
+        fail(f"--{'' if args.dueling else 'no-'}dueling does not fit the network of {args.resume or args.evaluate}")
+    if args.resume and args.checkpoint_replay and checkpoint["replay"]:
+        for name in ("buffer_size", "num_envs"):
+            if getattr(args, name) != saved[name]:
+                flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+                fail(f"{flag} does not fit a replay of {saved[name]}: --no-checkpoint-replay begins a new one")
+    elif args.resume:
+        checkpoint["replay"] = None
         print("note: the replay begins empty: this is not exactly the run that was interrupted", file=sys.stderr)
-        return checkpoint | {"replay": None}
-    run_folder, problems, newest = Path(args.resume), [], checkpoint
-    for path in reversed(checkpoints(run_folder)):
-        try:
-            checkpoint = read_checkpoint(path)
-            for name in checkpoint["replay"]["pieces"].values():
-                read_piece(run_folder / "replay" / name)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        break
-    else:
-        fail("; ".join(problems))
-    if checkpoint["global_step"] < newest["global_step"]:
-        for problem in problems:
-            print(f"note: {problem}; using {path.name}", file=sys.stderr)
-        for name, value in checkpoint["args"].items():  # what no flag overrides is that checkpoint's
-            if getattr(args, name) == newest["args"][name]:
-                setattr(args, name, value)
-    for name in ("buffer_size", "num_envs"):
-        if getattr(args, name) != checkpoint["args"][name]:
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            fail(f"{flag} does not fit a replay of {checkpoint['args'][name]}: --no-checkpoint-replay begins a new one")
-    return checkpoint
 
 
 def how_to_resume(run_folder: Path | None) -> str:
@@ -1035,32 +953,28 @@ Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {S
         api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
 
 
-def read_live(run_folder: Path, args: Args, live: dict, global_step: int) -> None:
-    """Take over what live.json says since it was last read, and say so; what makes no sense is named and ignored.
+def read_live(path: Path, args: Args, live: dict, global_step: int) -> None:
+    """Take over the learning rate in live.json where the file has changed, and say so; nonsense is named and ignored.
 
-    Changes `args`, and `live`: the file's text as it was last read, and all changes [step, name, before, after].
+    Changes `args`, and `live`: the file's text as it was last read, and all changes [step, before, after].
     """
-    try:
-        text = (run_folder / "live.json").read_text(errors="replace")
-    except OSError:
-        return
-    if text == live["text"]:
-        return
+    text, before = "", live["text"]
+    with contextlib.suppress(OSError):
+        text = path.read_text(errors="replace")
     live["text"] = text
-    try:
-        values = json.loads(text)
-        good = [name in LIVE and type(v) in (int, float) and 0 < v < math.inf for name, v in values.items()]
-    except (ValueError, AttributeError):
-        good = [False]
-    if not all(good):
-        form = json.dumps({name: getattr(args, name) for name in LIVE})
-        print(f"\nnote: live.json is ignored: it must be like {form}", file=sys.stderr)
+    if text in ("", before):
         return
-    for name, value in values.items():
-        if value != (before := getattr(args, name)):
-            setattr(args, name, float(value))
-            live["changes"].append([global_step, name, before, float(value)])
-            print(f"\nnote: live.json at step {global_step:,}: {name} {before} -> {value}", file=sys.stderr)
+    try:
+        ((name, rate),) = json.loads(text).items()
+        rate = float(rate) if name == "learning_rate" and type(rate) in (int, float) else math.nan
+    except (ValueError, AttributeError, OverflowError, RecursionError):
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        print(f'\nnote: {path} is ignored: it must be like {{"learning_rate": {args.learning_rate}}}', file=sys.stderr)
+    elif rate != args.learning_rate:
+        print(f"\nnote: {path} at step {global_step:,}: {args.learning_rate} -> {rate}", file=sys.stderr)
+        live["changes"].append([global_step, args.learning_rate, rate])
+        args.learning_rate = rate
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
@@ -1068,7 +982,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     T, N = args.num_steps, args.num_envs
     steps = T * N
     global_step = checkpoint["global_step"] if checkpoint else 0
-    last_step = global_step + math.ceil((args.total_timesteps - global_step) / steps) * steps
+    last_step = global_step + max(0, math.ceil((args.total_timesteps - global_step) / steps)) * steps
     if last_step != args.total_timesteps:
         iterations = f"{last_step // steps:,} iterations of {steps:,}"
         print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({iterations})", file=sys.stderr)
@@ -1076,7 +990,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the exploration and the minibatches
 
-    games = Games(make_envs(args, N))
+    games = Games(make_envs(args, N), args.episodic_life)
     num_actions = games.envs.single_action_space.n
     q_network, target_network = (QNetwork(num_actions, args.dueling, args.bf16).to(device) for _ in range(2))
     target_network.load_state_dict(q_network.state_dict())
@@ -1091,7 +1005,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         target_network.load_state_dict(checkpoint["target_network"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         if checkpoint["replay"]:
-            replay.load_state_dict(checkpoint["replay"], run_folder / "replay")
+            replay.load_state_dict(checkpoint.pop("replay"))
         rng.bit_generator.state = checkpoint["rng"]
         recent_returns.extend(checkpoint["recent_returns"])
     loss_function = td_loss
@@ -1114,20 +1028,17 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             "iteration": iteration,
             "target_network": target_network.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "replay": replay.state_dict(run_folder / "replay") if args.checkpoint_replay else None,
+            "replay": replay.state_dict() if args.checkpoint_replay else None,
             "live": live,
             "rng": rng.bit_generator.state,
             "recent_returns": list(recent_returns),
         }
         save_checkpoint(run_folder, model() | rest)
-        if args.checkpoint_replay:
-            replay.remove_old_pieces(run_folder / "replay")
 
     writer = make_writer(args, run_folder, global_step if checkpoint else None)
     if not checkpoint:
         save()
     progress = Progress(global_step, last_step)
-    fractions = (0.0, args.middle_fraction, args.end_fraction)
     epsilons = (args.start_epsilon, args.middle_epsilon, args.end_epsilon)
     pixels = None
 
@@ -1137,7 +1048,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             pixels = games.reset(seeds)
             first_game, first_step = [] if args.capture_video else None, global_step
         done = global_step / last_step  # part of the run
-        epsilon = float(np.interp(done, fractions, epsilons))
+        epsilon = float(np.interp(done, (0, args.middle_fraction, args.end_fraction), epsilons))
         per_beta = args.per_beta + (1 - args.per_beta) * done
         optimizer.param_groups[0]["lr"] = args.learning_rate
 
@@ -1176,7 +1087,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 optimizer.step()
                 if update + 1 < args.updates:  # a GPU is still busy with this minibatch as the next one is drawn
                     drawn = replay.sample(args.batch_size, per_beta, rng, device)
-                replay.update(rows, td_errors.cpu().numpy())
+                replay.update(rows, td_errors)
             if not torch.stack(grad_norms).isfinite().all():
                 raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
         iteration += 1
@@ -1196,11 +1107,13 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                     "losses/q_values": values.mean(),
                     "losses/grad_norm": grad_norms[-1],
                 }
-                writer.add_histogram("charts/priorities", replay.priorities(), global_step)
+                leaves = replay.tree[: replay.filled]
+                some = leaves[leaves > 0][:: 1 + replay.filled // 10_000]
+                writer.add_histogram("charts/priorities", some, global_step)
             for tag, scalar in scalars.items():
                 writer.add_scalar(tag, scalar, global_step)
             progress.show(global_step, recent_returns)
-            read_live(run_folder, args, live, global_step)
+            read_live(run_folder / "live.json", args, live, global_step)
         if global_step // args.checkpoint_interval > (global_step - steps) // args.checkpoint_interval:
             replay.cut(pixels[:, -1])
             save()
@@ -1230,14 +1143,14 @@ def main() -> None:
         args, checkpoint = parse_args()
         args.check()
         make_envs(args, 1).close()  # what is wrong with the game is said before anything is written
+        if checkpoint:
+            check_fit(args, checkpoint)
         if args.evaluate:
             path = Path(args.evaluate)
             evaluate(args, checkpoint, path if path.is_dir() else path.parent)
             return
         check_services(args)
         check_memory(args)
-        if args.resume:
-            checkpoint = check_replay(args, checkpoint)
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_folder = Path(args.resume or f"runs/{run_name}")
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))

@@ -62,6 +62,139 @@ def sb3_a2c(steps: int) -> None:
     learn(model, steps, updates_between_points=10)
 
 
+# DQN: 8 games of 4 steps, then 8 minibatches of 32, from 2,000 transitions on; a small replay, since only speed counts
+DQN_STARTS, DQN_BUFFER = 2_000, 20_000
+
+
+def sb3_dqn(steps: int) -> None:
+    """Stable-Baselines3's DQN on Breakout at the defaults of dqn_per_atari.py: not double, dueling or prioritised."""
+    import ale_py
+    import gymnasium as gym
+    from stable_baselines3 import DQN
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack
+
+    gym.register_envs(ale_py)
+    model = DQN(
+        "CnnPolicy",
+        VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", n_envs=8, seed=1), n_stack=4),
+        learning_rate=1e-4,
+        buffer_size=DQN_BUFFER,
+        optimize_memory_usage=True,
+        replay_buffer_kwargs={"handle_timeout_termination": False},  # the other is not to be had with the line above
+        learning_starts=DQN_STARTS,
+        batch_size=32,
+        train_freq=4,
+        gradient_steps=8,
+        target_update_interval=8_000,
+        max_grad_norm=0.5,
+        seed=1,
+        device="cpu",
+    )
+    learn(model, steps, updates_between_points=5)
+
+
+def stacked_game():
+    """Breakout with gymnasium's own wrappers, for peers that bring none."""
+    import ale_py
+    import gymnasium as gym
+
+    gym.register_envs(ale_py)
+    env = gym.make("BreakoutNoFrameskip-v4")
+    env = gym.wrappers.AtariPreprocessing(env, terminal_on_life_loss=True)
+    env = gym.wrappers.TransformReward(env, lambda reward: (reward > 0) - (reward < 0))
+    return gym.wrappers.FrameStackObservation(env, 4)
+
+
+class Dueling(torch.nn.Module):
+    """The network of dqn_per_atari.py as anybody would write it."""
+
+    def __init__(self, num_actions: int) -> None:
+        super().__init__()
+        from torch.nn import Conv2d, Flatten, Linear, ReLU, Sequential
+
+        convolutions = [Conv2d(4, 32, 8, 4), ReLU(), Conv2d(32, 64, 4, 2), ReLU(), Conv2d(64, 64, 3), ReLU()]
+        self.trunk = Sequential(*convolutions, Flatten(), Linear(3136, 512), ReLU())
+        self.value = Sequential(Linear(512, 256), ReLU(), Linear(256, 1))
+        self.advantage = Sequential(Linear(512, 256), ReLU(), Linear(256, num_actions))
+
+    def forward(self, pixels):
+        hidden = self.trunk(torch.as_tensor(pixels).float() / 255)
+        advantage = self.advantage(hidden)
+        return self.value(hidden) + advantage - advantage.mean(dim=1, keepdim=True)
+
+
+def pfrl_dqn(steps: int) -> None:
+    """PFRL's double DQN with a dueling network and proportional prioritised replay on Breakout."""
+    import numpy as np
+    import pfrl
+
+    class Network(Dueling):
+        def forward(self, pixels):
+            return pfrl.action_value.DiscreteActionValue(super().forward(pixels))
+
+    envs = pfrl.envs.SerialVectorEnv([stacked_game() for _ in range(8)])
+    num_actions, rng = 4, np.random.default_rng(1)
+    network = Network(num_actions)
+    agent = pfrl.agents.DoubleDQN(
+        network,
+        torch.optim.Adam(network.parameters(), lr=1e-4),
+        pfrl.replay_buffers.PrioritizedReplayBuffer(DQN_BUFFER, alpha=0.6, beta0=0.4, betasteps=steps / 4),
+        gamma=0.99,
+        explorer=pfrl.explorers.ConstantEpsilonGreedy(0.5, lambda: int(rng.integers(num_actions))),
+        replay_start_size=DQN_STARTS,
+        minibatch_size=32,
+        update_interval=4,
+        target_update_interval=8_000,
+        max_grad_norm=0.5,
+    )
+    games = [game.reset()[0] for game in envs.envs]  # its own vector expects the interface of gym 0.21
+    for t in range(0, steps, 8):
+        if t % 160 == 0:
+            print("point", t, time.time(), flush=True)
+        actions = agent.batch_act(games)
+        results = [game.step(action) for game, action in zip(envs.envs, actions)]
+        games, rewards, terminations, truncations, _ = map(list, zip(*results))
+        agent.batch_observe(games, rewards, terminations, truncations)
+        for i, over in enumerate(terminations):
+            if over or truncations[i]:
+                games[i] = envs.envs[i].reset()[0]
+    print("point", steps, time.time(), flush=True)
+
+
+def tianshou_dqn(steps: int) -> None:
+    """Tianshou's double DQN with a dueling network and prioritised replay of single frames on Breakout."""
+    from tianshou.algorithm.algorithm_base import policy_within_training_step
+    from tianshou.algorithm.modelfree.dqn import DQN, DiscreteQLearningPolicy
+    from tianshou.algorithm.optim import AdamOptimizerFactory
+    from tianshou.data import Collector, PrioritizedVectorReplayBuffer
+    from tianshou.env import DummyVectorEnv
+    from tianshou.utils.torch_utils import torch_train_mode
+
+    class Network(Dueling):
+        def forward(self, obs, state=None, info=None):
+            return super().forward(obs), state
+
+    envs = DummyVectorEnv([stacked_game for _ in range(8)])
+    space = envs.get_env_attr("action_space", 0)[0]
+    policy = DiscreteQLearningPolicy(model=Network(space.n), action_space=space, eps_training=0.5)
+    algorithm = DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-4), gamma=0.99, target_update_freq=2_000)
+    memory = {"ignore_obs_next": True, "save_only_last_obs": True, "stack_num": 4, "alpha": 0.6, "beta": 0.4}
+    buffer = PrioritizedVectorReplayBuffer(DQN_BUFFER, 8, **memory)
+    collector = Collector(algorithm, envs, buffer, exploration_noise=True)
+    collector.reset()
+    with policy_within_training_step(policy):
+        for t in range(0, steps, 32):
+            if t % 160 == 0:
+                print("point", t, time.time(), flush=True)
+            collector.collect(n_step=32)
+            if t + 32 >= DQN_STARTS:
+                with torch_train_mode(algorithm):
+                    for _ in range(8):
+                        algorithm.update(buffer, 32)
+    print("point", steps, time.time(), flush=True)
+
+
 def learn(model, steps: int, updates_between_points: int) -> None:
     """Train, and print a point whenever so many updates are done."""
     from stable_baselines3.common.callbacks import BaseCallback
@@ -204,7 +337,15 @@ def pfrl_a3c(steps: int, workers: int) -> None:
     )  # fmt: skip
 
 
-PEERS = {"sb3_ppo": sb3_ppo, "sb3_a2c": sb3_a2c, "plain_a3c": plain_a3c, "pfrl_a3c": pfrl_a3c}
+PEERS = {
+    "sb3_ppo": sb3_ppo,
+    "sb3_a2c": sb3_a2c,
+    "plain_a3c": plain_a3c,
+    "pfrl_a3c": pfrl_a3c,
+    "sb3_dqn": sb3_dqn,
+    "pfrl_dqn": pfrl_dqn,
+    "tianshou_dqn": tianshou_dqn,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -28,6 +28,10 @@ RESULTS = ROOT / "benchmark" / "results" / "speed.csv"
 
 A3C = "a3c_atari.py --num-workers {workers} --eval-interval 100000000 --eval-episodes 1 --log-interval 10 "
 A3C += "--total-timesteps {{steps}}"
+DQN = (  # from 2,000 transitions on, as the peers do; a small replay, since only speed counts
+    "dqn_per_atari.py --no-cuda --eval-episodes 1 --log-interval 5 "
+    "--learning-starts 2000 --buffer-size 20000 --total-timesteps {steps}"
+)
 
 # script: (agent steps of a run, of its warm-up, of a whole run, {name: command; the first is the peer of the ratios})
 ROWS = {
@@ -63,6 +67,18 @@ ROWS = {
             "a3c_atari.py, 8 workers": A3C.format(workers=8),
         },
     ),
+    "dqn_per_atari": (
+        8_000,
+        2_500,
+        100_000,
+        {
+            "Stable-Baselines3 DQN": "benchmark/peers.py sb3_dqn --threads 2 --steps {steps}",
+            "Tianshou DQN with PER": "benchmark/peers.py tianshou_dqn --threads 2 --steps {steps}",
+            "PFRL DQN with PER": "benchmark/peers.py pfrl_dqn --threads 2 --steps {steps}",
+            "dqn_per_atari.py": DQN,
+            "dqn_per_atari.py --bf16": DQN + " --bf16",
+        },
+    ),
 }
 
 
@@ -95,8 +111,9 @@ def machine() -> str:
     """Processor, cores and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    packages = ("torch", "gymnasium", "mujoco", "ale-py", "stable-baselines3")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    packages = ("torch", "gymnasium", "mujoco", "ale-py", "stable-baselines3", "tianshou", "pfrl")
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed)
     return f"{os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, {versions}"
 
 

@@ -1,0 +1,123 @@
+"""What prioritised replay costs: adding 8 transitions, drawing 32, and writing 32 priorities, beside cpprb (C++).
+
+    python benchmark/replay.py            # about a minute on a quiet machine; the larger replay takes 7.5 GB
+
+Each row is a full replay; times are medians of single calls on one thread. "The tree" stores nothing but priorities,
+and so does cpprb here (one byte per transition). "The replay" is the whole of it: single frames written, and stacks of
+four, their successors, n-step returns and weights gathered. An iteration of dqn_per_atari.py is four adds, and eight
+draws and updates. Prints a markdown table and writes benchmark/results/replay.csv.
+"""
+
+import argparse
+import csv
+import importlib.metadata
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from speed import machine  # noqa: E402
+
+import dqn_per_atari as dqn  # noqa: E402
+
+rng = np.random.default_rng(0)
+
+
+def our_tree(size: int) -> tuple:
+    """The sum tree alone. Returns three functions of no arguments: add, sample, update."""
+    tree = dqn.SumTree(size)
+    tree.set(np.arange(size), rng.random(size))
+    head, rows = np.arange(8), None
+
+    def add() -> None:
+        nonlocal head
+        tree.set(head, 1.0)
+        head = (head + 8) % size
+
+    def sample() -> None:
+        nonlocal rows
+        rows = tree.sample(32, rng)
+        dqn.importance_weights(tree[rows], 0.4)
+
+    return add, sample, lambda: tree.set(rows, rng.random(32) ** 0.6)
+
+
+def our_replay(size: int) -> tuple:
+    """The replay with its frames, all in memory."""
+    replay, rows = dqn.Replay(dqn.Args(buffer_size=size)), None
+    replay.frames[:size].fill_(1)
+    replay.ages.fill(3)
+    replay.filled = size
+    replay.tree.set(np.arange(size), rng.random(size))
+    step = rng.integers(256, size=(8, 84, 84), dtype=np.uint8), *np.zeros((2, 8)), *np.zeros((2, 8), bool)
+
+    def sample() -> None:
+        nonlocal rows
+        rows, _ = replay.sample(32, 0.4, rng)
+
+    return lambda: replay.add(*step), sample, lambda: replay.update(rows, torch.rand(32))
+
+
+def cpprb_tree(size: int) -> tuple:
+    """cpprb's PrioritizedReplayBuffer."""
+    from cpprb import PrioritizedReplayBuffer
+
+    buffer, indexes = PrioritizedReplayBuffer(size, {"x": {"dtype": np.uint8}}, alpha=0.6), None
+    for first in range(0, size, 4096):
+        some = min(4096, size - first)
+        buffer.add(x=np.zeros(some, np.uint8), priorities=rng.random(some))
+
+    def sample() -> None:
+        nonlocal indexes
+        indexes = buffer.sample(32, beta=0.4)["indexes"]
+
+    zeros = np.zeros(8, np.uint8)
+    return lambda: buffer.add(x=zeros), sample, lambda: buffer.update_priorities(indexes, rng.random(32))
+
+
+def milliseconds(functions: tuple, repeats: int) -> list[float]:
+    """Median milliseconds of each of the functions, called in turn."""
+    seconds = [[] for _ in functions]
+    for _ in range(repeats):
+        for function, mine in zip(functions, seconds):
+            started = time.perf_counter()
+            function()
+            mine.append(time.perf_counter() - started)
+    return [1e3 * statistics.median(mine) for mine in seconds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", type=int, default=[2**14, 2**20])
+    parser.add_argument("--repeats", type=int, default=2000)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmark" / "results" / "replay.csv")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for size in args.sizes:
+        programs = {"the tree": our_tree, "cpprb": cpprb_tree, "the replay": our_replay}
+        for name, make in programs.items():
+            add, sample, update = milliseconds(make(size), args.repeats)
+            whole = 4 * add + 8 * (sample + update)
+            times = {"add_8": add, "sample_32": sample, "update_32": update, "iteration": whole}
+            rows.append({"name": name, "transitions": size} | {key: round(value, 4) for key, value in times.items()})
+    versions = f"{machine()}, numpy {np.__version__}, cpprb {importlib.metadata.version('cpprb')}"
+    print(f"Milliseconds ({versions})\n")
+    print("| | transitions | add 8 | draw 32 | update 32 | one iteration |\n|---|---|---|---|---|---|")
+    for row in rows:
+        name, size, *times = row.values()
+        print(f"| {name} | {size:,} | " + " | ".join(f"{value:.3f}" for value in times) + " |")
+    args.output.parent.mkdir(exist_ok=True)
+    with open(args.output, "w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], "machine"])
+        writer.writeheader()
+        writer.writerows(row | {"machine": versions} for row in rows)
+
+
+if __name__ == "__main__":
+    main()
