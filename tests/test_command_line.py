@@ -45,6 +45,17 @@ WRONG_OF = {
         "lambda above 1": ("--gae-lambda 95", "--gae-lambda 95"),
         "clip of 1": ("--clip-coef 1", "--clip-coef 1"),
     },
+    "a2c_atari": {
+        "no id": ("--env-id=", "no Atari game"),
+        "misspelt game": ("--env-id BraekoutNoFrameskip-v4", "BraekoutNoFrameskip-v4 BreakoutNoFrameskip-v4"),
+        "misspelt new game": ("--env-id ALE/Braekout-v5", "ALE/Braekout-v5 Breakout"),
+        "no game": ("--env-id CartPole-v1", "CartPole-v1"),
+        "not one batch": ("--num-steps 500", "--total-timesteps 296 1000"),
+        "gamma above 1": ("--gamma 1.001", "--gamma 1.001"),
+        "lambda above 1": ("--gae-lambda 95", "--gae-lambda 95"),
+        "alpha above 1": ("--rmsprop-alpha 1.5", "--rmsprop-alpha 1.5"),
+        "less than no threads": ("--env-threads -1", "--env-threads -1"),
+    },
     "dqn_per_atari": {
         "no id": ("--env-id=", "no Atari game"),
         "misspelt game": ("--env-id BraekoutNoFrameskip-v4", "BraekoutNoFrameskip-v4 BreakoutNoFrameskip-v4"),
@@ -65,10 +76,11 @@ REFUSED = ("0", "-1", "nan", "inf", "-inf")  # by every flag that takes a number
 ACCEPTED = {"inf": {"target_kl"}}
 ACCEPTED["0"] = set(
     """seed gamma gae_lambda ent_coef vf_coef env_threads per_alpha per_beta eval_epsilon start_epsilon
-    middle_epsilon end_epsilon""".split()
+    middle_epsilon end_epsilon rmsprop_alpha""".split()
 )
 LIMITS = {
     "ppo_continuous": "--seed 0 --gamma 0 --gae-lambda 1 --ent-coef 0 --vf-coef 0 --target-kl inf",
+    "a2c_atari": "--seed 0 --gamma 0 --gae-lambda 0 --ent-coef 0 --vf-coef 0 --rmsprop-alpha 0 --num-envs 1",
     "dqn_per_atari": "--seed 0 --gamma 0 --per-alpha 0 --per-beta 1 --start-epsilon 0 --middle-epsilon 1 "
     "--end-epsilon 0 --middle-fraction 1 --end-fraction 1 --num-envs 1 --buffer-size 10 --n-step 1",
 }
@@ -79,6 +91,10 @@ RUNS = {  # settings of runs as short as can be, an environment of its own kind 
         for env_id in ("Pendulum-v1", "HalfCheetah-v4")
         for num_envs in (1, 4)
     },
+    "a2c_atari": {
+        name: f"--env-id {name}NoFrameskip-v4 --num-envs {num_envs} --num-steps 32 --total-timesteps 512"
+        for name, num_envs in {"Breakout": 1, "Pong": 4}.items()
+    },
     "dqn_per_atari": {
         name: f"--env-id {name}NoFrameskip-v4 --num-envs {num_envs} --num-steps 32 --total-timesteps 512"
         for name, num_envs in {"Breakout": 1, "SpaceInvaders": 4}.items()
@@ -88,6 +104,8 @@ TAGS = """charts/learning_rate charts/SPS losses/value_loss losses/policy_loss l
     losses/approx_kl losses/clipfrac losses/explained_variance"""
 TAGS_OF = {  # once per batch
     "ppo_continuous": TAGS.split(),
+    "a2c_atari": """charts/learning_rate charts/SPS losses/value_loss losses/policy_loss losses/entropy losses/grad_norm
+        losses/explained_variance""".split(),
     "dqn_per_atari": """charts/learning_rate charts/epsilon charts/per_beta charts/SPS losses/td_loss losses/q_values
         losses/grad_norm""".split(),
 }

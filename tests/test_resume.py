@@ -455,6 +455,7 @@ def test_changed_flags_are_said(call, interrupted, script):
 # Where runs with other batches, killed at 2560 / SCALE, end: at the first multiple from 4736 / SCALE on
 BATCHES = {
     "ppo_continuous": {"--num-envs 4": 4864, "--num-steps 32": 4736},
+    "a2c_atari": {"--num-envs 4": 304, "--num-steps 2": 296},
     "dqn_per_atari": {"--num-envs 4 --no-checkpoint-replay": 304, "--num-steps 2": 296},
 }
 
