@@ -41,7 +41,7 @@ play without the network, each on its own.
     Q_a           agent_qs            (R, n, A)   the value of each action to each agent; the parameters are shared
                   chosen_action_qvals (P, n)      that of the actions taken
     Q_tot         q_tot               (P, 1)      the value of the team's action, [QMIX] Sec. 4
-    y^tot         targets             (P, 1)      what Q_tot should be, [QMIX] Eq. (6)
+    y^tot         targets             (P, 1)      what Q_tot should be, [QMIX] Sec. 4, below Eq. (6)
     \theta^-      target_agent, ...               older parameters, copied every `target_update_interval` episodes
     \epsilon      epsilon                         probability of a random action, for each agent and step
 
@@ -588,7 +588,7 @@ class Smac:
         self.shape = Shape(*(info[name] for name in sizes))
         self.map_name, self.num_envs, self.replay_dir = map_name, num_envs, replay_dir
         self.games = []  # (process, connection)
-        self.crashes = 0  # in a row
+        self.answered, self.crashes = False, 0  # whether any game ever began; crashes in a row
 
     def reset(self, seeds: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Start all games anew: a seed is the game's, not the episode's. Returns `floats` and `avail_actions`."""
@@ -614,6 +614,7 @@ class Smac:
         if process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the game too
+            process.kill()  # where it has no group of its own yet
             process.join()
 
     def _receive(self, i: int) -> tuple:
@@ -623,13 +624,13 @@ class Smac:
             if self.games[i][1].poll(self.patience):
                 answer = self.games[i][1].recv()
                 if not isinstance(answer, str):
-                    self.crashes = self.crashes + 1 if answer[-1] else 0
+                    self.answered, self.crashes = True, self.crashes + 1 if answer[-1] else 0
                     return answer
                 reason = answer
         except (EOFError, OSError):
             reason = "its process has ended"
         self.crashes += 1
-        if self.crashes > 2 * self.num_envs or "StarCraftII" in reason or "map" in reason.lower():
+        if not self.answered or self.crashes > 2 * self.num_envs:
             raise OSError(f"smac/{self.map_name} cannot be played: {reason}; {INSTALL_SMAC}")
         print(f"\nnote: a game is started anew: {reason}", file=sys.stderr)
         self._stop(i)
@@ -698,7 +699,7 @@ class Agent(nn.Module):
 
 
 class QMixer(nn.Module):
-    r"""Q_tot = \mathrm{ELU}(Q |W_1(s)| + b_1(s)) |w_2(s)| + V(s), [QMIX] Sec. 4.1: monotone in each agent's Q.
+    r"""Q_tot = \mathrm{ELU}(Q |W_1(s)| + b_1(s)) |w_2(s)| + V(s), [QMIX] Sec. 4, Fig. 2a: monotone in each Q.
 
     Args:
         shape: the sizes.
@@ -871,8 +872,8 @@ def td_lambda_targets(
 ) -> torch.Tensor:
     r"""Targets y (P, ...) of next_values (P, ...), the values after each step; rewards and terminated are (P, 1).
 
-    y_t = r_t + \gamma (1 - terminated_t) ((1 - \lambda) Q'_{t+1} + \lambda y_{t+1}); at an episode's last step there is no
-    y_{t+1}, and lambda is 0. With lambda = 0 it is [QMIX] Eq. (6).
+    y_t = r_t + \gamma (1 - terminated_t) ((1 - \lambda) Q'_{t+1} + \lambda y_{t+1}); at an episode's last step
+    there is no y_{t+1}, and lambda is 0. With lambda = 0 it is the paper's y^tot, [QMIX] below Eq. (6).
     """
     if td_lambda == 0:
         return rewards + gamma * (1 - terminated) * next_values
@@ -890,11 +891,11 @@ def td_lambda_targets(
 def qmix_loss(
     agent: Agent, mixer: nn.Module, target_agent: Agent, target_mixer: nn.Module, batch: Batch, args: Args
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    r"""The loss () of a batch, [QMIX] Eq. (5) and (6), and what is logged of it.
+    r"""The loss () of a batch, [QMIX] Eq. (6), and what is logged of it.
 
     L = 1/P \sum_k (y^tot_k - Q_tot(s_k, u_k))^2,   y^tot = r + \gamma Q_tot(s', u'; \theta^-)
     u' is the best available action of each agent: to its online network, valued by the target network ([DDQN]), or to
-    the target network. Its value is the maximum of Q_tot, which is monotone: [QMIX] Eq. (4).
+    the target network. As Q_tot is monotone, the agents' best actions are the team's: [QMIX] Eq. (4) and (5).
     """
     B = int(batch.sizes[0])
     no_actions = batch.actions.new_full((B, agent.n_agents), -1)  # before the first one
@@ -944,12 +945,12 @@ class Players:
         obs = floats[:, : n * obs_dim].reshape(self.num_envs, n, obs_dim)
         obs, last_actions = (torch.from_numpy(array).to(self.device) for array in (obs, self.last_actions))
         inputs = self.agent.inputs(obs, last_actions)
-        agent_qs, self.hidden = self.agent(inputs, torch.tensor([self.num_envs]), self.hidden)
-        actions = np.where(avail_actions, agent_qs.cpu().numpy(), UNAVAILABLE).argmax(axis=-1)
+        self.agent_qs, self.hidden = self.agent(inputs, torch.tensor([self.num_envs]), self.hidden)  # (N, n, A)
+        actions = np.where(avail_actions, self.agent_qs.cpu().numpy(), UNAVAILABLE).argmax(axis=-1)
         if epsilon > 0:
             anything = (rng.random(avail_actions.shape) * avail_actions).argmax(axis=-1)
             actions = np.where(rng.random(actions.shape) < epsilon, anything, actions)
-        self.last_actions = actions
+        self.last_actions = actions.copy()
         return actions
 
     def forget(self, ended: np.ndarray) -> None:
@@ -1333,6 +1334,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             floats, avail_actions = envs.reset(reset_seeds(args.seed, global_step, num=N))
             players = Players(agent, N, device)
             t = np.zeros(N, int)
+            grad_norm, parts = torch.zeros(()), {}
 
         # One step in each environment
         annealed = min(1.0, global_step / args.epsilon_anneal_time)
@@ -1445,6 +1447,10 @@ def main() -> None:
         if args.load_step and Path(args.resume or args.evaluate).is_dir():
             newest = checkpoint["global_step"]
             checkpoint = load_nearest(Path(args.resume or args.evaluate), args.load_step)
+        for name in ("mixer", "optimizer", "rnn_hidden_dim", "mixing_embed_dim", "hypernet_embed", "buffer_size"):
+            if checkpoint and getattr(args, name) != checkpoint["args"][name]:
+                flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+                fail(f"{flag} does not fit what was saved: {name} {checkpoint['args'][name]}")
         envs = make_envs(args, 1)  # what is wrong with the map is said before anything is written
         if args.evaluate:
             path = Path(args.evaluate)
