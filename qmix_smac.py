@@ -36,7 +36,7 @@ play without the network, each on its own.
     o^a           obs                 (R, n, O)   what an agent observes
     s             state               (R, S)      the whole battle, for the mixing network only
     u^a           actions             (P, n)      its action; the team's is **u**
-    r             rewards             (P,)        the team's reward
+    r             rewards             (P, 1)      the team's reward
     \tau^a        hidden              (1, B n, H) what it has seen and done: the state of its GRU
     Q_a           agent_qs            (R, n, A)   the value of each action to each agent; the parameters are shared
                   chosen_action_qvals (P, n)      that of the actions taken
@@ -50,8 +50,8 @@ on, of fewer and fewer episodes. An episode of T steps has T + 1 rows: the last 
 no padding: so nothing has to be masked, and nothing is computed in vain.
 
 Where this differs from the papers or from their program, PyMARL, and why:
-  * Names and defaults are PyMARL's for QMIX on SMAC, but for: 8 environments instead of one, with one update for each
-    episode as before; and epsilon, annealed over 100,000 steps instead of 50,000 as [TRICK] has it.
+  * Names and defaults are PyMARL's for QMIX on SMAC, but for two: there are 8 environments instead of one, with one
+    update for each episode as before, and epsilon is annealed over 100,000 steps as in [TRICK], not 50,000.
   * The hypernetworks have two layers, as PyMARL's now; [QMIX] has one layer for the weights.
   * An environment's end by the time limit is an end, as in PyMARL. Bootstrapping there (--bootstrap-timeouts) is what
     one would do elsewhere; here it teaches the team to run away, since a step without an end costs nothing.
@@ -65,7 +65,8 @@ Where this differs from the papers or from their program, PyMARL, and why:
     an episode). The replay is in the checkpoint, so resuming is exact to the bit.
 
 Steps are those of the team. SMAX runs on the CPU, beside torch, on whatever device that is. The real SMAC, `--env-id
-smac/3m`, needs StarCraft II: the message of a run without it says what to install. Scores and speeds: README.md.
+smac/3m`, needs StarCraft II: a run without it says what to install. That path was written against the package's
+interface and tested with a stand-in, never with the game. Scores and speeds: README.md.
 
     python qmix_smac.py --env-id 3m                       # writes runs/3m__qmix_smac__1__...
     python qmix_smac.py --resume runs/3m__qmix_smac__1... # goes on after an interruption, exactly
