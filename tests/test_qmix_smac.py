@@ -633,13 +633,14 @@ def test_a_battle_of_the_real_game():
 
 
 # A stand-in with the interface of the package, as far as it is used: what is tested is how processes are led. One agent
-# wins with 1 as its third action; 2 is a crash of the game as the package tells it, and 3 is the end of its process.
+# wins with 1 as its third action. On the map toy 2 is a crash of the game as the package tells it, and 3 is the end of
+# its process; on the map toys each seventeenth step is such a crash.
 STAND_IN = """
 import os
 import numpy as np
 
 class Unit:
-    health_max, shield_max = 45, 0
+    health_max, shield_max, steps = 45, 0, 0
 
 class StarCraft2Env:
     n_enemies, reward_death_value, reward_win = 1, 10, 200
@@ -661,7 +662,8 @@ class StarCraft2Env:
         self.steps += 1
         if actions[0] == 3:
             os._exit(7)
-        if actions[0] == 2:
+        Unit.steps += 1
+        if actions[0] == 2 if self.mortal else Unit.steps % 17 == 0:
             return 0, True, {}
         won = actions[0] == 1 and self.steps == 3
         info = {"battle_won": won}
