@@ -6,6 +6,7 @@ Each prints a line `point STEP SECONDS` after every update: agent steps so far, 
 """
 
 import argparse
+import functools
 import sys
 import time
 import warnings
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the scripts
 warnings.filterwarnings("ignore")
 
 
@@ -337,6 +339,205 @@ def pfrl_a3c(steps: int, workers: int) -> None:
     )  # fmt: skip
 
 
+class PlainQmix:
+    """QMIX's learner as the seed builds it: a cell called step by step, padding, masks, targets with a graph.
+
+    Written here for comparison, at the hyperparameters of qmix_smac.py: episodes are padded to the limit in a replay
+    that is allocated at the start, with actions as indices and as one-hot vectors; a minibatch is cut to its longest
+    episode. Each step builds its inputs anew, for the target network too.
+    """
+
+    def __init__(self, shape, buffer_size: int = 5000) -> None:
+        import torch.nn as nn
+
+        self.shape, self.size, self.added = shape, buffer_size, 0
+        n, A, T, S = shape.n_agents, shape.n_actions, shape.episode_limit, shape.state_dim
+        self.data = {
+            "obs": torch.zeros(buffer_size, T + 1, n, shape.obs_dim),
+            "state": torch.zeros(buffer_size, T + 1, S),
+            "avail": torch.zeros(buffer_size, T + 1, n, A, dtype=torch.int32),
+            "actions": torch.zeros(buffer_size, T + 1, n, 1, dtype=torch.int64),
+            "onehot": torch.zeros(buffer_size, T + 1, n, A),
+            "reward": torch.zeros(buffer_size, T + 1, 1),
+            "terminated": torch.zeros(buffer_size, T + 1, 1, dtype=torch.uint8),
+            "filled": torch.zeros(buffer_size, T + 1, 1, dtype=torch.int64),
+        }
+
+        def agent():
+            parts = {"fc1": nn.Linear(shape.obs_dim + A + n, 64), "rnn": nn.GRUCell(64, 64), "fc2": nn.Linear(64, A)}
+            return nn.ModuleDict(parts)
+
+        def mixer():
+            return nn.ModuleDict(
+                {
+                    "w1": nn.Sequential(nn.Linear(S, 64), nn.ReLU(), nn.Linear(64, 32 * n)),
+                    "b1": nn.Linear(S, 32),
+                    "w2": nn.Sequential(nn.Linear(S, 64), nn.ReLU(), nn.Linear(64, 32)),
+                    "v": nn.Sequential(nn.Linear(S, 32), nn.ReLU(), nn.Linear(32, 1)),
+                }
+            )
+
+        self.agent, self.mixer, self.target_agent, self.target_mixer = agent(), mixer(), agent(), mixer()
+        self.copy_target()
+        self.parameters = [*self.agent.parameters(), *self.mixer.parameters()]
+        self.optimizer = torch.optim.RMSprop(self.parameters, lr=5e-4, alpha=0.99, eps=1e-5)
+
+    def copy_target(self) -> None:
+        self.target_agent.load_state_dict(self.agent.state_dict())
+        self.target_mixer.load_state_dict(self.mixer.state_dict())
+
+    def forward(self, agent, obs, last_onehot, hidden):
+        """Q (B, n, A) of one step."""
+        B, n = obs.shape[:2]
+        ids = torch.eye(n).unsqueeze(0).expand(B, -1, -1)
+        inputs = torch.cat([x.reshape(B * n, -1) for x in (obs, last_onehot, ids)], dim=1)
+        hidden = agent["rnn"](torch.relu(agent["fc1"](inputs)), hidden.reshape(-1, 64))
+        return agent["fc2"](hidden).view(B, n, -1), hidden
+
+    def unroll(self, agent, batch):
+        B, T = batch["obs"].shape[:2]
+        hidden, outputs = torch.zeros(B, self.shape.n_agents, 64), []
+        for t in range(T):
+            last = torch.zeros_like(batch["onehot"][:, 0]) if t == 0 else batch["onehot"][:, t - 1]
+            values, hidden = self.forward(agent, batch["obs"][:, t], last, hidden)
+            outputs.append(values)
+        return torch.stack(outputs, dim=1)
+
+    def mix(self, mixer, agent_qs, state):
+        B, n = len(agent_qs), self.shape.n_agents
+        state, agent_qs = state.reshape(-1, self.shape.state_dim), agent_qs.reshape(-1, 1, n)
+        w1, b1 = mixer["w1"](state).abs().view(-1, n, 32), mixer["b1"](state).view(-1, 1, 32)
+        hidden = torch.nn.functional.elu(torch.bmm(agent_qs, w1) + b1)
+        w2 = mixer["w2"](state).abs().view(-1, 32, 1)
+        return (torch.bmm(hidden, w2) + mixer["v"](state).view(-1, 1, 1)).view(B, -1, 1)
+
+    def add(self, obs, state, avail, actions, rewards, terminated: bool) -> None:
+        """Store an episode: rows (T + 1, ...) of what was seen, (T, ...) of the rest."""
+        i, T = self.added % self.size, len(rewards)
+        for tensor in self.data.values():
+            tensor[i] = 0
+        self.data["obs"][i, : T + 1], self.data["state"][i, : T + 1] = obs, state
+        self.data["avail"][i, : T + 1], self.data["actions"][i, :T, :, 0] = avail, actions
+        self.data["onehot"][i, :T] = torch.nn.functional.one_hot(actions, self.shape.n_actions).float()
+        self.data["reward"][i, :T, 0], self.data["filled"][i, : T + 1] = rewards, 1
+        self.data["terminated"][i, T - 1] = terminated
+        self.added += 1
+
+    def update(self, rng) -> None:
+        chosen = torch.from_numpy(rng.choice(min(self.added, self.size), 32, replace=False))
+        filled = self.data["filled"][chosen]
+        length = int(filled.sum(dim=1).max())
+        batch = {name: tensor[chosen][:, :length] for name, tensor in self.data.items()}
+        terminated = batch["terminated"][:, :-1].float()
+        mask = batch["filled"][:, :-1].float()
+        mask[:, 1:] = mask[:, 1:] * (1 - terminated[:, :-1])
+        values = self.unroll(self.agent, batch)
+        chosen_values = values[:, :-1].gather(3, batch["actions"][:, :-1]).squeeze(3)
+        target_values = self.unroll(self.target_agent, batch)[:, 1:].clone()
+        target_values[batch["avail"][:, 1:] == 0] = -9999999
+        detached = values.clone().detach()
+        detached[batch["avail"] == 0] = -9999999
+        best = detached[:, 1:].max(dim=3, keepdim=True)[1]
+        target_values = target_values.gather(3, best).squeeze(3)
+        q_tot = self.mix(self.mixer, chosen_values, batch["state"][:, :-1])
+        next_tot = self.mix(self.target_mixer, target_values, batch["state"][:, 1:])
+        targets = batch["reward"][:, :-1] + 0.99 * (1 - terminated) * next_tot
+        td_errors = (q_tot - targets.detach()) * mask
+        loss = (td_errors**2).sum() / mask.sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 10)
+        self.optimizer.step()
+
+
+def plain_qmix(steps: int, env_id: str) -> None:
+    """PlainQmix with one environment (the script's adapter), one update per episode: the seed's episode runner."""
+    import numpy as np
+
+    import qmix_smac
+
+    rng = np.random.default_rng(1)
+    envs = qmix_smac.make_envs(qmix_smac.Args(env_id=env_id), 1)
+    shape = envs.shape
+    n, width = shape.n_agents, shape.n_agents * shape.obs_dim
+    learner = PlainQmix(shape)
+    floats, avail = envs.reset([1])
+    step = episodes = 0
+    while step < steps:
+        rows, avails, actions, rewards = [floats], [avail], [], []
+        hidden, last, ended = torch.zeros(1, n, 64), torch.zeros(1, n, shape.n_actions), False
+        while not ended:
+            obs = torch.from_numpy(floats[:, :width]).view(1, n, -1)
+            values, hidden = learner.forward(learner.agent, obs, last, hidden)
+            legal = torch.from_numpy(avails[-1])
+            values = values.clone()
+            values[legal == 0] = -float("inf")
+            epsilon = 1.0 + min(1.0, step / 100_000) * (0.05 - 1.0)
+            random = (torch.rand(1, n) < epsilon).long()
+            anything = torch.distributions.Categorical(legal.float()).sample()
+            chosen = random * anything + (1 - random) * values.max(dim=2)[1]
+            last = torch.nn.functional.one_hot(chosen, shape.n_actions).float()
+            played = envs.step(chosen.numpy())
+            ended, step = bool(played.ended[0]), step + 1
+            rows.append(played.last_floats)
+            avails.append(played.last_avail_actions)
+            actions.append(chosen[0])
+            rewards.append(float(played.rewards[0]))
+            floats, avail = played.floats, played.avail_actions
+        rows, seen = torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(avails))
+        obs, state = rows[:, :width].view(len(rows), n, -1), rows[:, width:]
+        learner.add(obs, state, seen, torch.stack(actions), torch.tensor(rewards), True)
+        episodes += 1
+        if episodes >= 32:
+            learner.update(rng)
+        if episodes % 200 == 0:
+            learner.copy_target()
+        if episodes % 20 == 0:
+            print("point", step, time.time(), flush=True)
+
+
+def qmix_updates(steps: int, plain: bool, shape: tuple) -> None:
+    """Updates alone, on random episodes of SMAC's sizes, of a quarter of the limit to the limit."""
+    import numpy as np
+
+    import qmix_smac
+
+    shape, args, rng = qmix_smac.Shape(*shape), qmix_smac.Args(), np.random.default_rng(1)
+    n, A, obs_dim, state_dim, limit = shape
+    learner, replay = PlainQmix(shape, 200) if plain else None, qmix_smac.EpisodeReplay(200, shape)
+    for _ in range(200):
+        T = int(rng.integers(limit // 4, limit + 1))
+        rows = rng.normal(size=(T + 1, n * obs_dim + state_dim)).astype(np.float32)
+        avail, actions = np.ones((T + 1, n * A), np.uint8), rng.integers(A, size=(T, n)).astype(np.uint8)
+        rewards = rng.random(T).astype(np.float32)
+        replay.add(qmix_smac.Episode(rows, avail, actions, rewards), True)
+        if plain:
+            parts = (
+                rows[:, : n * obs_dim].reshape(T + 1, n, obs_dim),
+                rows[:, n * obs_dim :],
+                avail.reshape(T + 1, n, A),
+                actions,
+                rewards,
+            )
+            obs, state, avail, actions, rewards = map(torch.from_numpy, parts)
+            learner.add(obs, state, avail, actions.long(), rewards, True)
+    made = [network for _ in range(2) for network in qmix_smac.make_networks(args, shape)]
+    parameters = [*made[0].parameters(), *made[1].parameters()]
+    optimizer = torch.optim.RMSprop(parameters, lr=5e-4, alpha=0.99, eps=1e-5)
+    for k in range(steps + 1):
+        if k % 10 == 0:
+            print("point", k, time.time(), flush=True)
+        if plain:
+            learner.update(rng)
+            continue
+        batch = replay.sample(32, False, rng)
+        optimizer.zero_grad()
+        qmix_smac.qmix_loss(*made, batch, args)[0].backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 10)
+        optimizer.step()
+
+
+SMAC_SHAPES = {"3m": (3, 9, 30, 48, 60), "2s3z": (5, 11, 80, 120, 120)}  # n, A, observation, state, limit
 PEERS = {
     "sb3_ppo": sb3_ppo,
     "sb3_a2c": sb3_a2c,
@@ -346,6 +547,10 @@ PEERS = {
     "pfrl_dqn": pfrl_dqn,
     "tianshou_dqn": tianshou_dqn,
 }
+for name, shape in SMAC_SHAPES.items():
+    PEERS[f"plain_qmix_{name}"] = functools.partial(plain_qmix, env_id=name)
+    PEERS[f"plain_qmix_updates_{name}"] = functools.partial(qmix_updates, plain=True, shape=shape)
+    PEERS[f"qmix_updates_{name}"] = functools.partial(qmix_updates, plain=False, shape=shape)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

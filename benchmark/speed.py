@@ -80,6 +80,26 @@ ROWS = {
         },
     ),
 }
+for _map in ("3m", "2s3z"):
+    ROWS[f"qmix_smac_{_map}"] = (
+        30_000,
+        6_000,
+        1_000_000,
+        {
+            "QMIX as in PyMARL": f"benchmark/peers.py plain_qmix_{_map} --steps {{steps}}",
+            "qmix_smac.py": f"qmix_smac.py --env-id {_map} --log-interval 1000 --test-interval 10000000 "
+            "--total-timesteps {steps}",
+        },
+    )
+    ROWS[f"qmix_updates_{_map}"] = (  # steps are updates, at the sizes of the real SMAC
+        200,
+        20,
+        2_000,
+        {
+            "update as in PyMARL": f"benchmark/peers.py plain_qmix_updates_{_map} --steps {{steps}}",
+            "update of qmix_smac.py": f"benchmark/peers.py qmix_updates_{_map} --steps {{steps}}",
+        },
+    )
 
 
 def measure(command: str, warmup: int) -> dict:
@@ -111,7 +131,7 @@ def machine() -> str:
     """Processor, cores and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    packages = ("torch", "gymnasium", "mujoco", "ale-py", "stable-baselines3", "tianshou", "pfrl")
+    packages = ("torch", "gymnasium", "mujoco", "ale-py", "jaxmarl", "stable-baselines3", "tianshou", "pfrl")
     installed = {distribution.name for distribution in importlib.metadata.distributions()}
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed)
     return f"{os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, {versions}"
