@@ -313,16 +313,15 @@ def choose_device(args: Args) -> torch.device:
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
-def available_memory() -> int:
+def available_memory(root: Path = Path("/")) -> int:
     """Bytes of memory that this process may still take."""
-    try:
-        sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # a container has a limit of its own
-        limit, taken = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        available = min(available, limit - taken)
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, TypeError):
+        available = 1024 * int(re.search(r"MemAvailable: *(\d+)", (root / "proc" / "meminfo").read_text())[1])
+    with contextlib.suppress(OSError, TypeError, ValueError):  # a container has a limit of its own, or "max"
+        limit, taken, use = ((root / f"sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
+        cache = re.search(r"inactive_file (\d+)", use)[1]  # of files; given back when memory is short
+        available = min(available, int(limit) - int(taken) + int(cache))
     return available
 
 
