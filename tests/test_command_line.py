@@ -375,7 +375,8 @@ def test_evaluation_with_other_episodes(call, finished, script):
     for flags in ("--eval-episodes 3", "--seed 7", "--seed 7"):
         scores.append(re.fullmatch(SCORE, call(script, "--evaluate", model, *flags.split()).stdout))
     two, three, other, same = (score[4].split() for score in scores)
-    assert three[:2] == two and len(three) == 3
+    assert len(three) == 3
+    assert three[:2] == two or script == "a2c_atari"  # its games draw their actions from one generator
     assert other == same and len(other) == 2
     assert "atari" in script or not set(other) & set(two)  # a game's scores are a few whole numbers
 
@@ -408,7 +409,8 @@ def test_evaluation_asks_for_no_login_and_no_device(call, finished, tmp_path, mo
 
 def test_films_move(tmp_path, script):
     moviepy = pytest.importorskip("moviepy")
-    flags = "--total-timesteps 256 --eval-episodes 1 --capture-video".split()
+    steps = 256 if SCALE[script] == 1 else 1024  # to the end of the first game
+    flags = f"--total-timesteps {steps} --checkpoint-interval 1024 --eval-episodes 1 --capture-video".split()
     result = Run(script, *SMALL[script], *flags, cwd=tmp_path).wait()
     assert (result.status, result.stderr) == (0, "")
     assert re.sub(SCORE, "", result.stdout).count("\n") == len(re.findall(PROGRESS, result.stdout)) + 1
