@@ -106,16 +106,16 @@ def measure(command: str, warmup: int) -> dict:
     """Run one command in an empty folder. Returns steady steps per second, wall seconds and peak memory in MB."""
     script, *arguments = command.split()
     with tempfile.TemporaryDirectory() as folder:
-        with open(f"{folder}/stdout", "w") as stdout:
+        with open(f"{folder}/stdout", "w") as stdout, open(f"{folder}/stderr", "w") as stderr:
             started = time.time()
             process = subprocess.Popen(
-                [sys.executable, str(ROOT / script), *arguments], cwd=folder, stdout=stdout, stderr=subprocess.DEVNULL
+                [sys.executable, str(ROOT / script), *arguments], cwd=folder, stdout=stdout, stderr=stderr
             )
             _, status, usage = os.wait4(process.pid, 0)
             wall = time.time() - started
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            sys.exit(f"error: {command} ended with status {process.returncode}")
+            sys.exit(f"error: {command} ended with status {process.returncode}: {Path(folder, 'stderr').read_text()}")
         if runs := list(Path(folder, "runs").glob("*")):
             events = EventAccumulator(str(runs[0]), size_guidance={"scalars": 0}).Reload().Scalars("charts/SPS")
             points = [(event.step, event.wall_time) for event in events]
@@ -132,8 +132,8 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     packages = ("torch", "gymnasium", "mujoco", "ale-py", "jaxmarl", "stable-baselines3", "tianshou", "pfrl")
-    installed = {distribution.name for distribution in importlib.metadata.distributions()}
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed)
+    installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    versions = ", ".join(f"{name} {installed[name]}" for name in packages if name in installed)
     return f"{os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, {versions}"
 
 
@@ -141,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--programs", nargs="+", help="words of names: only these programs (the first is the peer)")
     parser.add_argument("--full", action="store_true", help="whole runs, once each unless --repeats is given")
     args = parser.parse_args()
     repeats = 1 if args.full and "--repeats" not in sys.argv else args.repeats
@@ -148,6 +149,8 @@ def main() -> None:
     print(machine())
     for script in args.scripts:
         steps, warmup, whole, commands = ROWS[script]
+        words = args.programs or [""]
+        commands = {name: command for name, command in commands.items() if any(word in name for word in words)}
         steps = whole if args.full else steps
         runs = {name: [] for name in commands}
         for repeat in range(repeats):
