@@ -382,7 +382,7 @@ class Agent(nn.Module):
     def numpy_actor(self):
         """The actor as a numpy function obs (N, D) -> mean action (N, A). To be made anew after each update.
 
-        One observation at a time, torch's overhead is several times the arithmetic: this is 3x as fast as the module.
+        One observation at a time, torch's overhead is several times the arithmetic (benchmark/tricks.py).
         """
         weights = [parameter.detach().cpu().numpy() for parameter in self.actor.parameters()]
         (*hidden, last) = zip(weights[::2], weights[1::2])
@@ -533,8 +533,8 @@ def straight_line(step: Callable, *example) -> Callable:
     """The function `step` as a straight line of tensor operations, traced once; `example` are arguments (copied).
 
     Autograd finds out anew in every minibatch what it has to do, and for networks this small that takes longer than
-    doing it. The traced step does the same operations in the same order, so its results are the same to the bit, in
-    half of the time; all that is Python in it (shapes, coefficients, flags) is fixed.
+    doing it. The traced step does the same operations in the same order, so its results are the same to the bit, and
+    is much faster (benchmark/tricks.py). All that is Python in it (shapes, coefficients, flags) is fixed.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
