@@ -453,7 +453,12 @@ def test_traced_step_is_the_step_to_the_bit(norm_adv, clip_vloss):
 @pytest.mark.skipif(NO_COMPILER, reason="torch.compile needs a C++ compiler")
 def test_compiled_training_is_eager_training(tmp_path, monkeypatch):
     """One batch, 50 minibatch steps, learning rate and bias correction changing: one compilation, the same result."""
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    # Not by monkeypatch: undoing it hides the setting from every later compilation
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compare_compiled_with_traced(tmp_path, monkeypatch)
+
+
+def compare_compiled_with_traced(tmp_path, monkeypatch):
     # Without this a cold compiler first tries each set of vector instructions, which takes seconds
     monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
     options = dict(total_timesteps=320, num_envs=1, num_steps=320, num_minibatches=10, update_epochs=5)
