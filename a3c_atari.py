@@ -457,7 +457,7 @@ class Agent(nn.Module):
         """What the convolutions make (B, 288) of frames (B, C, 55 or 42, 42) in uint8."""
         top = 9 if pixels.shape[2] == 55 else 0  # rows 9 to 51 of 55 are rows 34 to 194 of the screen's 210
         pixels = pixels[:, :, top : top + 42]
-        # channels_last: a fifth of the convolutions. Trap: `.to` would leave the strides of one channel as they are
+        # channels_last is faster. Trap: `.to` would leave the strides of one channel as they are
         frames = torch.empty_like(pixels, dtype=torch.float32, memory_format=torch.channels_last).copy_(pixels)
         std, mean = torch.std_mean(frames, dim=(1, 2, 3), keepdim=True)
         return self.trunk(frames.sub_(mean).div_(std.clamp(min=1)))  # an empty screen has no deviation
@@ -560,17 +560,24 @@ def rmsprop_step(theta, grad, square_avg, learning_rate: float, args: Args) -> N
     as in the paper; g starts at one, as in TensorFlow. PyTorch divides by \sqrt{g} + \epsilon and starts at zero:
     where gradients are small (say 1e-4, and epsilon 1e-5) its steps are 30 times as large.
     """
-    square_avg.lerp_(grad.square(), 1 - args.rmsprop_alpha)
-    root = square_avg.sqrt() + args.rmsprop_eps if args.torch_rmsprop else (square_avg + args.rmsprop_eps).sqrt()
+    average = (square_avg * args.rmsprop_alpha).addcmul_(grad, grad, value=1 - args.rmsprop_alpha)
+    square_avg.copy_(average)  # what follows has our gradient in it, whatever others write meanwhile
+    root = average.sqrt_().add_(args.rmsprop_eps) if args.torch_rmsprop else average.add_(args.rmsprop_eps).sqrt_()
     theta.addcdiv_(grad, root, value=-learning_rate)
 
 
 def adam_step(theta, grad, moments, step: int, learning_rate: float) -> None:
-    """One step of Adam, in place on vectors (P,) and moments (2, P), [ADAM] Alg. 1; `step` counts from 1."""
-    moments[0].lerp_(grad, 0.1)
-    moments[1].lerp_(grad.square(), 0.001)
+    r"""One step of Adam, in place on vectors (P,) and moments (2, P), [ADAM] Alg. 1; `step` counts from 1.
+
+    No sequence of gradients makes |\hat m| / \sqrt{\hat v} larger than 7.3 (Cauchy-Schwarz), but two workers that write
+    at once do: m with the other's gradient over v without it. In the first updates, where v is nearly zero, such a step
+    would be thousands of times too long and destroy the model.
+    """
+    moments[0].mul_(0.9).add_(grad, alpha=0.1)
+    moments[1].mul_(0.999).addcmul_(grad, grad, value=0.001)  # Trap: lerp_ reads v twice, and may find v - v' < 0
     root = (moments[1] / (1 - 0.999**step)).sqrt_().add_(1e-8)
-    theta.addcdiv_(moments[0], root, value=-learning_rate / (1 - 0.9**step))
+    direction = (moments[0] / (1 - 0.9**step)).div_(root).clamp_(-7.3, 7.3)
+    theta.sub_(direction, alpha=learning_rate)
 
 
 @dataclass

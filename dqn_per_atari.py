@@ -474,13 +474,18 @@ class QNetwork(nn.Module):
             self.head = nn.Linear(512, num_actions)
         self.to(memory_format=torch.channels_last)  # the layout that convolutions like, here and in forward
 
+    def scale(self, pixels: torch.Tensor) -> torch.Tensor:
+        """What the convolutions take: uint8 (B, 4, 84, 84) in [0, 1], channels last (turned while they are bytes)."""
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        return pixels.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255)
+
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Q (B, A) of observations (B, 4, 84, 84) in uint8.
+        """Q (B, A) of observations (B, 4, 84, 84) in uint8, or of what `scale` made of them.
 
         Q(s, a) = V(s) + A(s, a) - 1/|A| sum_a' A(s, a'), [DUEL] Eq. (9). Without the mean V and A are not determined.
         """
         with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.bf16):
-            hidden = self.trunk(pixels.to(torch.float32, memory_format=torch.channels_last) / 255)
+            hidden = self.trunk(self.scale(pixels) if pixels.dtype == torch.uint8 else pixels)
             if not self.dueling:
                 return self.head(hidden).float()
             value, advantage = self.value(hidden).float(), self.advantage(hidden).float()
@@ -642,7 +647,7 @@ class Replay:
         discounts = self.args.gamma**m * ~self.terminations[self.later(rows, m - 1)]
         weights = importance_weights(self.tree[rows], beta)
         frames = torch.from_numpy(np.concatenate([self.stacks(rows), self.stacks(self.later(rows, m))], axis=1))
-        # Detail: self.frames[frames] is ten times as slow
+        # Detail: much faster than self.frames[frames]
         pixels = self.frames.index_select(0, frames.ravel().to(self.frames.device)).view(size, 8, 84, 84)
         columns = torch.from_numpy(np.stack([returns, discounts, weights]).astype(np.float32))
         actions = torch.from_numpy(self.actions[rows].astype(np.int64))
@@ -693,6 +698,7 @@ def td_loss(q_network, target_network, pixels, actions, returns, discounts, weig
     """
     obs, next_obs = pixels[:, :4], pixels[:, 4:]
     with torch.no_grad():
+        next_obs = q_network.scale(next_obs)  # once for both networks
         next_values = target_network(next_obs)  # (B, A)
         best = (q_network(next_obs) if double else next_values).argmax(dim=-1, keepdim=True)
         targets = returns + discounts * next_values.gather(1, best).squeeze(1)

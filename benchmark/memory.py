@@ -2,9 +2,9 @@
 
     python benchmark/memory.py --minutes 10 -- a3c_atari.py --num-workers 2
 
-Starts the command in an empty folder, reads the resident memory of the process and its children from /proc (Linux), and
-writes results/memory.csv, a row for each process and reading. Prints what each process had after a fifth of the time
-and at the end, and interrupts the run.
+Starts the command in an empty folder, reads the resident memory of the process and its children from /proc (Linux)
+every five seconds, and interrupts the run at the end. Prints, and writes to results/memory.csv, what each process had
+after each fifth of the time.
 """
 
 import argparse
@@ -53,14 +53,15 @@ def main() -> None:
             readings += [(seconds, number, resident_mb(pid)) for number, pid in enumerate(family(process.pid))]
         process.send_signal(signal.SIGINT)
         process.wait()
+    marks = [round(12 * args.minutes * fifth) for fifth in range(1, 6)]
     with open(ROOT / "benchmark" / "results" / "memory.csv", "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["command", "seconds", "process", "resident_mb"])
-        writer.writerows([" ".join(args.command), *row[:2], f"{row[2]:.1f}"] for row in readings)
-    for number in sorted({number for _, number, _ in readings}):
-        mine = [(seconds, mb) for seconds, process_number, mb in readings if process_number == number]
-        early = next(row for row in mine if row[0] >= 12 * args.minutes)
-        print(f"process {number}: {early[1]:.0f} MB after {early[0]} s, {mine[-1][1]:.0f} MB after {mine[-1][0]} s")
+        writer.writerow(["process", *(f"MB after {mark} s" for mark in marks), "command"])
+        for number in sorted({number for _, number, _ in readings}):
+            mine = [(seconds, mb) for seconds, process_number, mb in readings if process_number == number]
+            sizes = [f"{[mb for seconds, mb in mine if seconds <= mark][-1]:.0f}" for mark in marks]
+            writer.writerow([number, *sizes, " ".join(args.command)])
+            print(f"process {number}: {' '.join(sizes)} MB", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python benchmark/tables.py --check                            # write nothing; status 1 if a file would change
 
 Scores come from results/runs.csv and references.csv, speed from results/speed.csv, hyperparameters from the defaults of
-each script's `Args`. Of README.md only what stands between `<!-- results -->` and `<!-- end of results -->` changes.
+each script's `Args`, further tables from the results of the other programs here. Of README.md only what stands between
+`<!-- results -->` and `<!-- end of results -->` changes.
 """
 
 import argparse
@@ -30,6 +31,14 @@ AVERAGES = """Training return: the mean of a seed's last 100 training episodes (
 over seeds, and from five seeds on also their interquartile mean (IQM). Evaluation: the mean over the episodes played
 after training, then over seeds. In brackets: 95 % bootstrap intervals over seeds. Published: as its source states it,
 with the deviation over seeds. Wall time: the mean of whole runs, pauses excluded."""
+
+
+OTHERS = {  # what stands in further tables of README: results/<name>.csv, written by benchmark/<name>.py
+    "tricks": "What the tricks of the scripts gain, in microseconds on one thread",
+    "replay": "Milliseconds that prioritised replay takes on one thread, beside cpprb (C++)",
+    "frozen_or_fresh": "What trained policies return with the statistics that were saved (frozen), and with new ones",
+    "memory": "Memory of every process of a run over time",
+}
 
 
 def number(value: float, scale: float | None = None) -> str:
@@ -186,7 +195,24 @@ def provenance(runs: list[dict]) -> str:
     return text
 
 
-def results_section(runs: list[dict], scores: list[list[str]], speed: list[list[str]], figures: list[Path]) -> str:
+def other_table(rows: list[dict]) -> str:
+    """Measured rows as they are, without the columns that are everywhere the same, which are said below."""
+    if len(rows) == 1:
+        return markdown(list(rows[0]), [list(rows[0].values())])
+    same = [name for name in rows[0] if len({row[name] for row in rows}) == 1]
+    columns = [name for name in rows[0] if name not in same]
+    table = markdown([name.replace("_", " ") for name in columns], [[row[name] for name in columns] for row in rows])
+    notes = [f"{name.replace('_', ' ')}: {rows[0][name]}" for name in same if rows[0][name]]
+    return table + ("\n" + "; ".join(notes) + ".\n" if notes else "")
+
+
+def results_section(
+    runs: list[dict],
+    scores: list[list[str]],
+    speed: list[list[str]],
+    figures: list[Path],
+    others: dict[str, list[dict]],
+) -> str:
     """What README says between its two markers."""
     text = "\n"
     if scores:
@@ -205,6 +231,8 @@ def results_section(runs: list[dict], scores: list[list[str]], speed: list[list[
         )
         text += f"runs, ratios to the first program ({machine}; `python benchmark/speed.py --scripts {script}`).\n\n"
         text += f"{markdown(SPEED[1:-1], table)}\n"
+    for name, rows in others.items():
+        text += f"{OTHERS[name]} (`python benchmark/{name}.py`):\n\n{other_table(rows)}\n"
     return text
 
 
@@ -239,7 +267,9 @@ def main(argv: list[str]) -> int:
     for name, (header, table, columns) in tables.items():
         files[args.tables_folder / f"{name}.md"] = markdown(header, table)
         files[args.tables_folder / f"{name}.tex"] = latex(header, table, columns)
-    section = results_section(runs, scores, speed, sorted(args.figures_folder.glob("*.png")))
+    others = {name: read_csv(args.results_folder / f"{name}.csv") for name in OTHERS}
+    others = {name: rows for name, rows in others.items() if rows}
+    section = results_section(runs, scores, speed, sorted(args.figures_folder.glob("*.png")), others)
     files[args.readme] = replace_section(args.readme.read_text(), section)
 
     stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -238,6 +239,37 @@ def test_the_optimiser_is_the_one_of_its_name(tape):
         torch.testing.assert_close(update["after"].double(), theta.data, atol=2e-6, rtol=1e-5)
     assert (theta - tape.start).abs().max() > 1e-4
     assert tape.shared.steps.tolist() == [300] and tape.shared.updates.tolist() == [len(tape.updates)]
+
+
+@pytest.mark.parametrize("optimizer, bound", [("adam", 7.3), ("rmsprop", 10.001)])
+def test_workers_that_write_at_once_do_not_throw_the_model_away(optimizer, bound):
+    """One has large gradients and one has next to none; alone, neither's step exceeds the bound times the rate."""
+    args = a3c.Args(optimizer=optimizer, torch_rmsprop=True, rmsprop_eps=1e-8)
+
+    def work(grad, theta, moments, together):
+        together.wait()
+        for step in (1, 2):
+            if optimizer == "adam":
+                a3c.adam_step(theta, grad, moments, step, 1.0)
+            else:
+                a3c.rmsprop_step(theta, grad, moments[1], 1.0, args)
+
+    for _ in range(30):
+        shared = torch.zeros(500_000), torch.zeros(2, 500_000), threading.Barrier(2)
+        grads = torch.ones(500_000), torch.full((500_000,), 1e-7)
+        threads = [threading.Thread(target=work, args=(grad, *shared)) for grad in grads]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert shared[0].abs().max() <= 4 * bound
+
+
+def test_no_gradients_make_adam_step_further_than_its_bound():
+    """Those that do most: the larger the later, by Cauchy-Schwarz as (beta_1 / beta_2)^k of k steps ago."""
+    k = torch.arange(20_000, dtype=torch.float64)
+    m, v = (0.1 * 0.9**k * (0.9 / 0.999) ** k).sum(), (0.001 * 0.999**k * (0.9 / 0.999) ** (2 * k)).sum()
+    assert 7.2 < m / v.sqrt() < 7.3
 
 
 def test_games_are_logged_whole_and_unclipped(tmp_path):
