@@ -575,9 +575,10 @@ def adam_step(theta, grad, moments, step: int, learning_rate: float) -> None:
     """
     moments[0].mul_(0.9).add_(grad, alpha=0.1)
     moments[1].mul_(0.999).addcmul_(grad, grad, value=0.001)  # Trap: lerp_ reads v twice, and may find v - v' < 0
-    root = (moments[1] / (1 - 0.999**step)).sqrt_().add_(1e-8)
-    direction = (moments[0] / (1 - 0.9**step)).div_(root).clamp_(-7.3, 7.3)
-    theta.sub_(direction, alpha=learning_rate)
+    root = moments[1].sqrt().mul_((1 - 0.999**step) ** -0.5).add_(1e-8)
+    bias_correction = 1 - 0.9**step
+    ratio = torch.div(moments[0], root, out=root).clamp_(-7.3 * bias_correction, 7.3 * bias_correction)
+    theta.sub_(ratio, alpha=learning_rate / bias_correction)
 
 
 @dataclass
@@ -845,7 +846,13 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared, pipe:
     games = Games(make_envs(args, 1), args.episodic_life)
     agent = Agent(games.envs.single_action_space.n, args.lstm).to(device)
     theta, grad = flatten_parameters(agent)
-    act = torch.compile(agent.step) if args.compile else agent.step
+    state = agent.initial_state(1)
+    if args.compile:
+        act = torch.compile(agent.step)
+    else:  # the same operations without Python between them, which with one frame takes longer than they do
+        frame = torch.zeros(games.envs.observation_space.shape, dtype=torch.uint8, device=device)
+        with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile, which needs a compiler
+            act = torch.jit.trace_module(agent, {"step": (frame, state)}, check_trace=False).step
     steps, updates = shared.steps.numpy(), shared.updates.numpy()
     moments = shared.moments[0 if args.shared_optimizer else rank]
     stop = quota = 0
@@ -939,8 +946,10 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared, pipe:
 def run_worker(rank: int, args: Args, run_folder: Path, shared: Shared, pipe: Connection) -> None:
     """The process of a worker: what goes wrong in it is sent to the parent, which ends the run."""
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # Ctrl-C goes to all processes: it is the parent's
-    with contextlib.suppress(OSError, AttributeError):  # Linux: PR_SET_PDEATHSIG, a worker dies with its parent
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux: PR_SET_PDEATHSIG, a worker dies with its parent
+        for option in (-1, -3):  # glibc: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, keep what is freed for the next tensor
+            ctypes.CDLL(None).mallopt(option, 2**25)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Trap: a pool of compilers would outlive a worker
     warnings.filterwarnings("ignore", "RNN module weights")  # of cuDNN: views of a vector are copied at each call
     try:
