@@ -234,6 +234,8 @@ def parse_args() -> tuple[Args, dict | None]:
         fail(f"--resume takes a run folder, and {name} is a file")
     checkpoint = load_checkpoint(name)
     saved = {key: value for key, value in checkpoint["args"].items() if key in vars(args)}
+    if args.evaluate is not None:  # perhaps on another machine
+        saved["strict_cuda"] = False
     args = parse(Args(**saved))
     if args.env_id != saved["env_id"]:
         fail(f"{name} was trained on {saved['env_id']}, not on {args.env_id}")
@@ -247,12 +249,14 @@ def parse_args() -> tuple[Args, dict | None]:
 def check_services(args: Args) -> None:
     """Refuse a compiler, a device or a login that is asked for and not there."""
     on_gpu = args.cuda and torch.cuda.is_available()
-    if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
     if args.cuda and not on_gpu:
         if args.strict_cuda:
             fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
         print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+    if args.evaluate:  # needs nothing else
+        return
+    if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
     if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
 
@@ -898,11 +902,11 @@ def main() -> None:
         args, checkpoint = parse_args()
         args.check()
         make_envs(args, 1).close()  # what is wrong with the game is said before anything is written
+        check_services(args)
         if args.evaluate:
             path = Path(args.evaluate)
             evaluate(args, checkpoint, path if path.is_dir() else path.parent)
             return
-        check_services(args)
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_folder = Path(args.resume or f"runs/{run_name}")
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))

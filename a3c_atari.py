@@ -250,6 +250,8 @@ def parse_args() -> tuple[Args, dict | None]:
         fail(f"--resume takes a run folder, and {name} is a file")
     checkpoint = load_checkpoint(name)
     saved = {key: value for key, value in checkpoint["args"].items() if key in vars(args)}
+    if args.evaluate is not None:  # perhaps on another machine
+        saved["strict_cuda"] = False
     args = parse(Args(**saved))
     if args.env_id != saved["env_id"]:
         fail(f"{name} was trained on {saved['env_id']}, not on {args.env_id}")
@@ -270,12 +272,14 @@ def check_optimizer(args: Args, saved: dict) -> None:
 def check_services(args: Args) -> None:
     """Refuse a compiler, a device or a login that is asked for and not there."""
     on_gpu = args.cuda and torch.cuda.is_available()
-    if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
     if args.cuda and not on_gpu:
         if args.strict_cuda:
             fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
         print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+    if args.evaluate:  # needs nothing else
+        return
+    if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
     if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
 
@@ -552,7 +556,7 @@ def flatten_parameters(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     return theta, grad
 
 
-def rmsprop_step(theta, grad, square_avg, learning_rate: float, args: Args) -> None:
+def shared_rmsprop_step(theta, grad, square_avg, learning_rate: float, args: Args) -> None:
     r"""One step of RMSprop without momentum, in place on vectors (P,), [A3C] Sec. 4.
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2,   \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
@@ -566,7 +570,7 @@ def rmsprop_step(theta, grad, square_avg, learning_rate: float, args: Args) -> N
     theta.addcdiv_(grad, root, value=-learning_rate)
 
 
-def adam_step(theta, grad, moments, step: int, learning_rate: float) -> None:
+def shared_adam_step(theta, grad, moments, step: int, learning_rate: float) -> None:
     r"""One step of Adam, in place on vectors (P,) and moments (2, P), [ADAM] Alg. 1; `step` counts from 1.
 
     No sequence of gradients makes |\hat m| / \sqrt{\hat v} larger than 7.3 (Cauchy-Schwarz), but two workers that write
@@ -925,9 +929,9 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared, pipe:
         updates[rank] += 1
         if args.optimizer == "adam":
             step = int(updates.sum() if args.shared_optimizer else updates[rank])
-            adam_step(shared.theta, grad.cpu(), moments, step, learning_rate)
+            shared_adam_step(shared.theta, grad.cpu(), moments, step, learning_rate)
         else:
-            rmsprop_step(shared.theta, grad.cpu(), moments[1], learning_rate, args)
+            shared_rmsprop_step(shared.theta, grad.cpu(), moments[1], learning_rate, args)
         steps[rank] += len(rewards)
 
         if rank == 0 and updates[0] % args.log_interval == 0:
@@ -1117,11 +1121,11 @@ def main() -> None:
         if args.resume:
             check_optimizer(args, checkpoint["args"])
         make_envs(args, 1).close()  # what is wrong with the game is said before anything is written
+        check_services(args)
         if args.evaluate:
             path = Path(args.evaluate)
             evaluate(args, checkpoint, path if path.is_dir() else path.parent)
             return
-        check_services(args)
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_folder = Path(args.resume or f"runs/{run_name}")
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))

@@ -273,6 +273,8 @@ def parse_args() -> tuple[Args, dict | None]:
         fail(f"--resume takes a run folder, and {name} is a file")
     checkpoint = load_checkpoint(name)
     saved = {key: value for key, value in checkpoint["args"].items() if key in vars(args)}
+    if args.evaluate is not None:  # perhaps on another machine
+        saved["strict_cuda"] = False
     args = parse(Args(**saved))
     if args.env_id != saved["env_id"]:
         fail(f"{name} was trained on {saved['env_id']}, not on {args.env_id}")
@@ -286,12 +288,14 @@ def parse_args() -> tuple[Args, dict | None]:
 def check_services(args: Args) -> None:
     """Refuse a compiler, a device or a login that is asked for and not there."""
     on_gpu = args.cuda and torch.cuda.is_available()
-    if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
     if args.cuda and not on_gpu:
         if args.strict_cuda:
             fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
         print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+    if args.evaluate:  # needs nothing else
+        return
+    if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
     if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
 
@@ -1452,11 +1456,11 @@ def main() -> None:
                 flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
                 fail(f"{flag} does not fit what was saved: {name} {checkpoint['args'][name]}")
         envs = make_envs(args, 1)  # what is wrong with the map is said before anything is written
+        check_services(args)
         if args.evaluate:
             path = Path(args.evaluate)
             evaluate(args, checkpoint, path if path.is_dir() else path.parent)
             return
-        check_services(args)
         check_replay_size(args, envs.shape)
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
         # A run that goes back to an earlier step is another one: what the first one wrote later stays as it is

@@ -109,7 +109,7 @@ def a3c_programs() -> dict:
         "a3c_atari: 20 steps and gradient, a graph step by step": graph,
         "a3c_atari: 20 steps and gradient, once more as a batch (the default)": batch,
         "a3c_atari: Adam, tensor by tensor": single.step,
-        "a3c_atari: Adam, one vector (the default)": lambda: a3c.adam_step(theta, grad, moments, 1000, 1e-9),
+        "a3c_atari: Adam, one vector (the default)": lambda: a3c.shared_adam_step(theta, grad, moments, 1000, 1e-9),
     }
 
 

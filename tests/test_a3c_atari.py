@@ -106,8 +106,8 @@ class Tape:
             return sample(logits, rng)
 
         patch.setattr(a3c, "sample", sample)
-        patch.setattr(a3c, "adam_step", note("adam_step"))
-        patch.setattr(a3c, "rmsprop_step", note("rmsprop_step"))
+        patch.setattr(a3c, "shared_adam_step", note("shared_adam_step"))
+        patch.setattr(a3c, "shared_rmsprop_step", note("shared_rmsprop_step"))
         patch.setattr(a3c, "Games", Games)
 
     def rollouts(self):
@@ -250,9 +250,9 @@ def test_workers_that_write_at_once_do_not_throw_the_model_away(optimizer, bound
         together.wait()
         for step in (1, 2):
             if optimizer == "adam":
-                a3c.adam_step(theta, grad, moments, step, 1.0)
+                a3c.shared_adam_step(theta, grad, moments, step, 1.0)
             else:
-                a3c.rmsprop_step(theta, grad, moments[1], 1.0, args)
+                a3c.shared_rmsprop_step(theta, grad, moments[1], 1.0, args)
 
     for _ in range(30):
         shared = torch.zeros(500_000), torch.zeros(2, 500_000), threading.Barrier(2)
@@ -403,14 +403,14 @@ def toy_worker(*args):
 
 def failing_worker(rank, *args):
     """A worker that raises at its 20th update."""
-    adam_step = a3c.adam_step
+    shared_adam_step = a3c.shared_adam_step
 
     def fail(theta, grad, moments, step, learning_rate):
         if rank == 1 and step > 20:
             raise ZeroDivisionError("on command")
-        adam_step(theta, grad, moments, step, learning_rate)
+        shared_adam_step(theta, grad, moments, step, learning_rate)
 
-    a3c.adam_step = fail
+    a3c.shared_adam_step = fail
     RUN_WORKER(rank, *args)
 
 
@@ -428,6 +428,18 @@ def test_catch_is_learned_by_two_workers_and_every_step_counted(tmp_path, monkey
     assert last["global_step"] == last["counts"][0].sum() == os.path.getsize("steps") == 4001
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint_3000.pt", "checkpoint_4001.pt"]
     assert last["counts"].dtype == torch.int64 and last["counts"][1].sum() >= 4001 / 3 and last["counts"].min() > 50
+
+
+def test_steps_of_four_workers_are_counted_exactly(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(a3c, "make_envs", lambda args, num_envs: Catch(num_envs))
+    monkeypatch.setattr(a3c, "run_worker", toy_worker)
+    monkeypatch.setattr(a3c, "evaluate", lambda *_: ([0.0], 0.0))
+    a3c.train(a3c.Args(num_workers=4, total_timesteps=1003, checkpoint_interval=500), tmp_path, None)
+    last = load(checkpoints(tmp_path)[-1])
+    assert last["global_step"] == last["counts"][0].sum() == os.path.getsize("steps") == 1003
+    assert last["counts"].shape == (2, 4) and last["counts"].min() > 0
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint_1000.pt", "checkpoint_1003.pt"]
 
 
 def processes_in(folder):

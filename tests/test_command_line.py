@@ -402,6 +402,8 @@ def test_evaluation_asks_for_no_login_and_no_device(call, finished, tmp_path, mo
     torch.save(model, tmp_path / "model.pt")
     evaluation = call(script, "--evaluate", "model.pt")
     assert (evaluation.status, evaluation.stdout) == (0, re.search(SCORE, result.stdout)[0])
+    assert re.fullmatch(r"note: [^\n]*CPU[^\n]*\n", evaluation.stderr)
+    assert_refused(call(script, "--evaluate", "model.pt", "--strict-cuda"), "--strict-cuda")
 
 
 # Films, the terminal
