@@ -5,7 +5,8 @@
 Each row is a full replay; times are medians of single calls on one thread. "The tree" stores nothing but priorities,
 and so does cpprb here (one byte per transition). "The replay" is the whole of it: single frames written, and stacks of
 four, their successors, n-step returns and weights gathered. An iteration of dqn_per_atari.py is four adds, and eight
-draws and updates. Prints a markdown table and writes benchmark/results/replay.csv.
+draws and updates. Then a full replay of frames from random play of Breakout is written as a checkpoint is, and read.
+Prints markdown tables and writes benchmark/results/replay.csv and replay_checkpoint.csv.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import csv
 import importlib.metadata
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -80,6 +82,51 @@ def cpprb_tree(size: int) -> tuple:
     return lambda: buffer.add(x=zeros), sample, lambda: buffer.update_priorities(indexes, rng.random(32))
 
 
+def checkpoint(size: int, frames_played: int = 40_000) -> dict:
+    """Megabytes and seconds of writing a full replay and reading it. The frames played are repeated to fill it."""
+    args = dqn.Args(buffer_size=size, env_id="BreakoutNoFrameskip-v4")
+    replay, games = dqn.Replay(args), dqn.Games(dqn.make_envs(args, args.num_envs))
+    pixels = games.reset(dqn.reset_seeds(1, num=args.num_envs))
+    while replay.filled < min(frames_played, size):
+        actions = rng.integers(4, size=args.num_envs)
+        games.press_fire(actions)
+        frames = pixels[:, -1]
+        pixels, rewards, terminations, truncations, over, final_pixels, _ = games.step(actions)
+        replay.add(frames, actions, np.sign(rewards), terminations, truncations)
+        if over.any():
+            replay.end(np.flatnonzero(over), final_pixels[over, -1])
+    played = replay.filled
+    for first in range(played, size, played):
+        replay.frames[first : min(first + played, size)] = replay.frames[: min(played, size - first)]
+    replay.filled = size
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "checkpoint_1.pt")
+        started = time.perf_counter()
+        dqn.write_atomically(path, {"replay": replay.state_dict()})
+        written = time.perf_counter()
+        again = dqn.Replay(args)
+        again.load_state_dict(torch.load(path, weights_only=True)["replay"])
+        read = time.perf_counter()
+        assert torch.equal(again.frames[:-1], replay.frames[:-1])
+        megabytes = path.stat().st_size / 1e6
+    return {
+        "transitions": size,
+        "megabytes": round(megabytes),
+        "seconds_to_write": round(written - started, 1),
+        "seconds_to_read": round(read - written, 1),
+        "machine": machine(),
+    }
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    """Write rows of the same columns."""
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def milliseconds(functions: tuple, repeats: int) -> list[float]:
     """Median milliseconds of each of the functions, called in turn."""
     seconds = [[] for _ in functions]
@@ -112,11 +159,10 @@ def main() -> None:
     for row in rows:
         name, size, *times = row.values()
         print(f"| {name} | {size:,} | " + " | ".join(f"{value:.3f}" for value in times) + " |")
-    args.output.parent.mkdir(exist_ok=True)
-    with open(args.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], "machine"])
-        writer.writeheader()
-        writer.writerows(row | {"machine": versions} for row in rows)
+    write_csv(args.output, [row | {"machine": versions} for row in rows])
+    row = checkpoint(args.sizes[-1])
+    print("\n" + ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in row.items()))
+    write_csv(args.output.with_name("replay_checkpoint.csv"), [row])
 
 
 if __name__ == "__main__":

@@ -33,11 +33,15 @@ after training, then over seeds. In brackets: 95 % bootstrap intervals over seed
 with the deviation over seeds. Wall time: the mean of whole runs, pauses excluded."""
 
 
-OTHERS = {  # what stands in further tables of README: results/<name>.csv, written by benchmark/<name>.py
-    "tricks": "What the tricks of the scripts gain, in microseconds on one thread",
-    "replay": "Milliseconds that prioritised replay takes on one thread, beside cpprb (C++)",
-    "frozen_or_fresh": "What trained policies return with the statistics that were saved (frozen), and with new ones",
-    "memory": "Memory of every process of a run over time",
+OTHERS = {  # further tables of README, of results/<name>.csv: by which program, and what they are
+    "tricks": ("tricks.py", "What the tricks of the scripts gain, in microseconds on one thread"),
+    "replay": ("replay.py", "Milliseconds that prioritised replay takes on one thread, beside cpprb (C++)"),
+    "replay_checkpoint": ("replay.py", "A full replay in a checkpoint"),
+    "frozen_or_fresh": (
+        "frozen_or_fresh.py RUNS_FOLDER",
+        "What trained policies return with the statistics that were saved (frozen), and with new ones",
+    ),
+    "memory": ("memory.py -- a3c_atari.py --num-workers 2", "Memory of every process of a run over time"),
 }
 
 
@@ -232,7 +236,8 @@ def results_section(
         text += f"runs, ratios to the first program ({machine}; `python benchmark/speed.py --scripts {script}`).\n\n"
         text += f"{markdown(SPEED[1:-1], table)}\n"
     for name, rows in others.items():
-        text += f"{OTHERS[name]} (`python benchmark/{name}.py`):\n\n{other_table(rows)}\n"
+        program, what = OTHERS[name]
+        text += f"{what} (`python benchmark/{program}`):\n\n{other_table(rows)}\n"
     return text
 
 
