@@ -570,6 +570,7 @@ class Smac:
     """
 
     patience = 300  # seconds for an answer; loading a map takes tens
+    endurance = 10  # crashes of a game without a whole episode between them
 
     def __init__(self, map_name: str, num_envs: int, replay_dir: str = "") -> None:
         spec = importlib.util.find_spec("smac")
@@ -592,7 +593,8 @@ class Smac:
         self.shape = Shape(*(info[name] for name in sizes))
         self.map_name, self.num_envs, self.replay_dir = map_name, num_envs, replay_dir
         self.games = []  # (process, connection)
-        self.answered, self.crashes = False, 0  # whether any game ever began; crashes in a row
+        self.answered = False  # whether any game ever began
+        self.crashes = [0] * num_envs  # of each game since its last whole episode
 
     def reset(self, seeds: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Start all games anew: a seed is the game's, not the episode's. Returns `floats` and `avail_actions`."""
@@ -628,17 +630,21 @@ class Smac:
             if self.games[i][1].poll(self.patience):
                 answer = self.games[i][1].recv()
                 if not isinstance(answer, str):
-                    self.answered, self.crashes = True, self.crashes + 1 if answer[-1] else 0
-                    return answer
+                    *_, ended, _, _, dropped = answer
+                    self.answered = True
+                    self.crashes[i] = self.crashes[i] + 1 if dropped else 0 if ended else self.crashes[i]
+                    if self.crashes[i] <= self.endurance:
+                        return answer
+                    answer = "the game crashes in every episode"
                 reason = answer
         except (EOFError, OSError):
             reason = "its process has ended"
-        self.crashes += 1
-        if not self.answered or self.crashes > 2 * self.num_envs:
+        self.crashes[i] += 1
+        if not self.answered or self.crashes[i] > self.endurance:
             raise OSError(f"smac/{self.map_name} cannot be played: {reason}; {INSTALL_SMAC}")
         print(f"\nnote: a game is started anew: {reason}", file=sys.stderr)
         self._stop(i)
-        self.games[i] = self._start(self.seeds[i] + self.crashes)
+        self.games[i] = self._start(self.seeds[i] + self.crashes[i])
         floats, avail_actions, *_ = self._receive(i)
         return floats, avail_actions, floats, avail_actions, 0.0, True, True, False, True
 

@@ -722,6 +722,21 @@ def test_games_end_crash_and_are_started_anew(stand_in, capfd):
     assert not any(process.is_alive() for process in processes)
 
 
+def test_a_game_that_crashes_in_every_episode_is_given_up(stand_in):
+    envs = q.make_envs(Args(env_id="smac/toy"), 2)
+    envs.reset([11, 12])
+    for _ in range(envs.endurance):
+        assert envs.step(np.array([[2], [0]])).dropped.tolist() == [True, False]
+    for _ in range(5):  # a whole episode: all is forgiven
+        step = envs.step(np.array([[0], [0]]))
+    assert step.ended[0] and not step.dropped[0]
+    for _ in range(envs.endurance):
+        envs.step(np.array([[2], [0]]))
+    with pytest.raises(OSError, match="crashes in every episode"):
+        envs.step(np.array([[2], [0]]))
+    envs.close()
+
+
 def test_a_run_on_games_with_processes_of_their_own(stand_in, call, tmp_path):
     flags = "--env-id smac/toys --total-timesteps 120 --test-interval 60 --checkpoint-interval 60 --save-replay".split()
     result = call("qmix_smac", *QUICK, *flags)
