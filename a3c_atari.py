@@ -97,6 +97,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -838,12 +839,15 @@ Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {S
         api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
 
 
-def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared, pipe: Connection) -> None:
+def actor_learner(
+    rank: int, args: Args, run_folder: Path, shared: Shared, pipe: Connection, turns: Semaphore | None = None
+) -> None:
     """One worker: play a game with a copy of the shared model, and improve the shared model by it, [A3C] Alg. S3.
 
     A worker plays rollouts as long as the steps of all are well below `stop`, and to the number of its own steps
     `quota` at the end, so that all together stop exactly there. Then it sends None and waits for a new (stop, quota,
-    whether to begin anew). It sends (step, {tag: value}) when it has something for the log.
+    whether to begin anew). It sends (step, {tag: value}) when it has something for the log. Where workers outnumber the
+    cores, each takes one of the `turns` for a rollout: to be interrupted within it, again and again, costs much more.
     """
     parent = os.getppid()
     device = choose_device(args)
@@ -879,6 +883,8 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared, pipe:
         if os.getppid() != parent:  # it was killed, and this is not Linux: see run_worker
             os._exit(1)
 
+        if turns:
+            turns.acquire()
         # theta' = theta. Others may write meanwhile: a mixture of two versions is no worse than the older one ([HOG])
         learning_rate = args.learning_rate * (1 - steps.sum() / args.total_timesteps if args.anneal_lr else 1)
         theta.copy_(shared.theta)
@@ -945,9 +951,14 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared, pipe:
             }
         if scalars:
             pipe.send((int(steps.sum()), scalars))
+        if turns:
+            turns.release()
+            time.sleep(1e-4)  # Trap: else it takes the turn back before the one who waits for it has woken up
 
 
-def run_worker(rank: int, args: Args, run_folder: Path, shared: Shared, pipe: Connection) -> None:
+def run_worker(
+    rank: int, args: Args, run_folder: Path, shared: Shared, pipe: Connection, turns: Semaphore | None
+) -> None:
     """The process of a worker: what goes wrong in it is sent to the parent, which ends the run."""
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # Ctrl-C goes to all processes: it is the parent's
     with contextlib.suppress(OSError, AttributeError):
@@ -957,7 +968,7 @@ def run_worker(rank: int, args: Args, run_folder: Path, shared: Shared, pipe: Co
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Trap: a pool of compilers would outlive a worker
     warnings.filterwarnings("ignore", "RNN module weights")  # of cuDNN: views of a vector are copied at each call
     try:
-        actor_learner(rank, args, run_folder, shared, pipe)
+        actor_learner(rank, args, run_folder, shared, pipe, turns)
     except EOFError:  # the parent is gone
         os._exit(1)
     except (FloatingPointError, OSError) as error:
@@ -1059,13 +1070,16 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         save()
     pipes, workers, waiting = [], [], set()
     context = mp.get_context("spawn")  # Trap: a forked child hangs in its first convolution if the parent has done one
+    cores = os.cpu_count() or 1
+    turns = context.Semaphore(cores) if W > cores and not (args.cuda and torch.cuda.is_available()) else None
     progress = Progress(global_step, last_step)
     try:
         # The workers inherit the blocked signals; for the parent they are only postponed
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         for rank in range(W if global_step < last_step else 0):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=run_worker, args=(rank, args, run_folder, shared, theirs), daemon=True)
+            arguments = (rank, args, run_folder, shared, theirs, turns)
+            worker = context.Process(target=run_worker, args=arguments, daemon=True)
             worker.start()
             theirs.close()
             workers.append(worker)
