@@ -51,6 +51,8 @@ Where this differs from the paper or from common practice, and why:
   * The gradient is a view of a vector that is zeroed before each backward pass and handed to the optimiser in one line.
     (Well-known PyTorch programs of A3C share `.grad` between two models; since `zero_grad` sets it to None, they add up
     gradients for ever or apply the very first one for ever.)
+  * No lock means that averages are read while others write them. A step of Adam is therefore held to the length that
+    Adam itself never exceeds; without that, two first updates at the same moment can destroy the model.
   * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than t small ones.
   * Frames, network, Adam and its rate, 20 steps and the clipping of gradients are those of pytorch-a3c; the paper has
     84x84 frames, RMSprop (--optimizer rmsprop; its average starts at one, as TensorFlow's), 5 steps and no clipping.
@@ -65,9 +67,9 @@ Where this differs from the paper or from common practice, and why:
     or not. So nothing of a worker needs saving. With one worker the run is deterministic and resuming is exact to the
     bit; with more, the order of updates is the operating system's, and resuming is exact in steps and schedules only.
 
-A worker computes on the CPU: to act on one frame takes 0.3 ms there, and the thirty or so launches of a GPU would take
-about as long (an estimate). `--cuda` moves the workers' copies to the GPU all the same, for larger networks; it has not
-been timed. Scores and speeds: README.md.
+A worker computes on the CPU: to act on one frame takes 0.4 ms there (benchmark/tricks.py), and the thirty or so
+launches of a GPU would take about as long (an estimate). `--cuda` moves the workers' copies to the GPU all the same, for
+larger networks; it has not been timed. Scores and speeds: README.md.
 
     python a3c_atari.py --env-id PongDeterministic-v4 --num-workers 16   # writes runs/PongDeterministic-v4__a3c_...
     python a3c_atari.py --resume runs/PongDeterministic-v4__...           # goes on after an interruption
