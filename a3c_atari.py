@@ -68,8 +68,8 @@ Where this differs from the paper or from common practice, and why:
     bit; with more, the order of updates is the operating system's, and resuming is exact in steps and schedules only.
 
 A worker computes on the CPU: to act on one frame takes 0.4 ms there (benchmark/tricks.py), and the thirty or so
-launches of a GPU would take about as long (an estimate). `--cuda` moves the workers' copies to the GPU all the same, for
-larger networks; it has not been timed. Scores and speeds: README.md.
+launches of a GPU would take about as long (an estimate). `--cuda` moves the workers' copies to the GPU all the same,
+for larger networks; it has not been timed. Scores and speeds: README.md.
 
     python a3c_atari.py --env-id PongDeterministic-v4 --num-workers 16   # writes runs/PongDeterministic-v4__a3c_...
     python a3c_atari.py --resume runs/PongDeterministic-v4__...           # goes on after an interruption
