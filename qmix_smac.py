@@ -1003,8 +1003,8 @@ def play(
     return [score for score, _ in episodes], [won for _, won in episodes]
 
 
-def evaluate(args: Args, model: dict, run_folder: Path) -> list[float]:
-    """Play `args.eval_episodes` greedy episodes, print returns and win rate, and give the returns.
+def evaluate(args: Args, model: dict, run_folder: Path) -> tuple[list[float], list[bool]]:
+    """Play `args.eval_episodes` greedy episodes, print returns and win rate, and give both for each.
 
     `model` is a checkpoint or what model.pt holds. The episodes depend on args.seed alone and are none of training's.
     """
@@ -1023,7 +1023,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> list[float]:
     battles = f"{np.mean(won):.1%} of the battles won"
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes, {battles}")
     print("returns: " + " ".join(f"{value:.2f}" for value in returns), flush=True)
-    return returns
+    return returns, won
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
@@ -1435,8 +1435,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         save()
     envs.close()
     test_envs.close()
-    returns = evaluate(args, model(), run_folder)
+    returns, won = evaluate(args, model(), run_folder)
     writer.add_scalar("eval/episodic_return", np.mean(returns), global_step)
+    writer.add_scalar("eval/battle_won_rate", np.mean(won), global_step)
     if args.save_model:
         write_atomically(run_folder / "model.pt", model())
     if args.upload_model:

@@ -489,7 +489,9 @@ def test_a_run_says_and_writes_what_it_should(reference):
         assert steps[-1] == 1200 and np.isfinite([value for _, value in points[f"losses/{tag}"]]).all()
     epsilons = dict(points["charts/epsilon"])
     assert epsilons[400] == pytest.approx(1 - 0.95 * 398 / 800, abs=1e-6) and epsilons[1200] == pytest.approx(0.05)
-    assert [step for step, _ in points["eval/battle_won_rate"]] == [400, 800, 1200]
+    won = points["eval/battle_won_rate"]
+    assert [step for step, _ in won] == [400, 800, 1200, 1200]  # three tests and the evaluation
+    assert f"{won[-1][1]:.1%} of the battles" in lines[-2]
     state = load(checkpoints(run_folder)[-1])
     episodes, replay = len(points["charts/episodic_return"]), state["replay"]
     assert state["episodes"] == replay["added"] == episodes and len(replay["lengths"]) == min(24, episodes)
@@ -519,7 +521,7 @@ def test_load_step_takes_the_nearest_and_leaves_the_run_as_it_is(call, tmp_path,
     assert result.status == 0 and "the replay begins empty" in result.stderr
     mine = run_folder_in(tmp_path)
     assert checkpoints(mine)[-1].name == "checkpoint_800.pt"
-    assert [step for step, _ in scalars(mine)["eval/battle_won_rate"]] == [800]
+    assert [step for step, _ in scalars(mine)["eval/battle_won_rate"]] == [800, 800]
     for flags in ("--mixer vdn", "--optimizer adam", "--rnn-hidden-dim 8", "--buffer-size 10"):
         result = call("qmix_smac", "--resume", str(run_folder), *flags.split())
         assert result.status == 2 and flags in result.stderr
