@@ -280,7 +280,7 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
         os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
     if env_id.startswith("dm_control/"):
         if not importlib.util.find_spec("shimmy") or not importlib.util.find_spec("dm_control"):
-            fail(f'{env_id} needs a package: pip install "shimmy[dm-control]"')
+            fail(f'{env_id} needs packages: pip install "shimmy[dm-control]" "mujoco<4"')
         import shimmy
 
         gym.register_envs(shimmy)
@@ -299,7 +299,8 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
     except (ModuleNotFoundError, gym.error.DependencyNotInstalled) as error:
         fail(f"{env_id} needs a package: {error}")
     except Exception as error:
-        fail(f"{env_id} cannot be made: {error}")
+        hint = '; dm_control does not know MuJoCo 4 yet: pip install "mujoco<4"' if "dm_control" in env_id else ""
+        fail(f"{env_id} cannot be made: {error}{hint}")
     if isinstance(env.action_space, gym.spaces.Discrete):
         fail(f"{env_id} has discrete actions and this script needs a Box; for Atari: a2c_atari.py, dqn_per_atari.py")
     if not isinstance(env.action_space, gym.spaces.Box):
