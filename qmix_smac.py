@@ -50,8 +50,9 @@ on, of fewer and fewer episodes. An episode of T steps has T + 1 rows: the last 
 no padding: so nothing has to be masked, and nothing is computed in vain.
 
 Where this differs from the papers or from their program, PyMARL, and why:
-  * Names and defaults are PyMARL's for QMIX on SMAC, but for two: there are 8 environments instead of one, with one
-    update for each episode as before, and epsilon is annealed over 100,000 steps as in [TRICK], not 50,000.
+  * Names and defaults are PyMARL's for QMIX on SMAC, but for three: there are 8 environments instead of one, with one
+    update for each episode as before; epsilon is annealed over 100,000 steps as in [TRICK], not 50,000; the learning
+    rate falls to zero over the run (with --no-anneal-lr it is constant, and the policy does not settle).
   * The hypernetworks have two layers, as PyMARL's now; [QMIX] has one layer for the weights.
   * An environment's end by the time limit is an end, as in PyMARL. Bootstrapping there (--bootstrap-timeouts) is what
     one would do elsewhere; here it teaches the team to run away, since a step without an end costs nothing.
@@ -198,6 +199,8 @@ class Args:
     """rmsprop ([QMIX]) or adam ([TRICK])"""
     learning_rate: float = 5e-4
     """the learning rate"""
+    anneal_lr: bool = True
+    """if toggled, the learning rate falls linearly to zero over the run; [QMIX] and PyMARL keep it constant"""
     optim_alpha: float = 0.99
     """how slowly RMSprop forgets squared gradients"""
     optim_eps: float = 1e-5
@@ -1274,7 +1277,6 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         target_agent.load_state_dict(checkpoint["target_agent"])
         target_mixer.load_state_dict(checkpoint["target_mixer"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        optimizer.param_groups[0]["lr"] = args.learning_rate
         if args.checkpoint_replay and checkpoint.get("replay"):
             replay.load_state_dict(checkpoint["replay"])
         else:
@@ -1347,6 +1349,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             grad_norm, parts = torch.zeros(()), {}
 
         # One step in each environment
+        learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
         annealed = min(1.0, global_step / args.epsilon_anneal_time)
         epsilon = args.epsilon_start + annealed * (args.epsilon_finish - args.epsilon_start)
         actions = players.act(floats, avail_actions, epsilon, rng)
@@ -1385,6 +1388,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             updates_due = 0.0
         while updates_due >= 1:
             updates_due -= 1
+            optimizer.param_groups[0]["lr"] = learning_rate
             batch = replay.sample(args.batch_size, args.bootstrap_timeouts, rng)
             if device.type == "cuda":
                 moved = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[:-1])
@@ -1404,7 +1408,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             if not grad_norm.isfinite():
                 raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
             scalars = {
-                "charts/learning_rate": args.learning_rate,
+                "charts/learning_rate": learning_rate,
                 "charts/epsilon": epsilon,
                 "charts/SPS": progress.sps(global_step),
                 **parts,
