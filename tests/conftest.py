@@ -36,9 +36,9 @@ SMALL = {
 SCALE = {"ppo_continuous": 1, "a2c_atari": 16, "dqn_per_atari": 16}
 
 # Tests that take seconds with Atari and would only go once more through what the house's scripts share word for word
-LEFT_OUT = """log.is.copied|old.logs|log.is.closed|model.is.renamed|half_written|second_signal
+LEFT_OUT = """logs.are.copied|very.end|half_written|second_signal
     other_files|no_code|another.script's|another.environment's|garbage|empty\\b|cannot_be_written|full_from_the_start
-    resuming_on_a_full|own_says_no_more|no_model_is_saved|asks_for_no_login|no_login_and|old.checkpoint|at.once.after
+    resuming_on_a_full|no_model_is_saved|asks_for_no_login|no_login_and|at.once.after
     tracking_has|a_terminal_shows|more_steps"""
 
 
@@ -100,6 +100,15 @@ def execute(script, *argv, cwd):
     return Result(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.fixture(scope="session")
+def finished(script, tmp_path_factory):
+    """A small run that nothing ended, by `python script.py`, for reading only: its result and its folder."""
+    cwd = tmp_path_factory.mktemp("finished")
+    result = execute(script, *SMALL[script], cwd=cwd)
+    assert (result.status, result.stderr) == (0, ""), result
+    return result, run_folder_in(cwd)
+
+
 class Run:
     """A process of its own, forked from one that has imported the scripts already.
 
@@ -108,7 +117,8 @@ class Run:
     """
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["conftest", *SMALL, "torch._dynamo"])  # optimisers import it, for two seconds
+    # Optimisers import torch._dynamo, for two seconds
+    context.set_forkserver_preload(["conftest", *SMALL, "torch._dynamo", "wandb", "moviepy"])
 
     def __init__(self, script, *argv, cwd, sabotage=None, stdout=None, env=()):
         self.outputs = [tempfile.NamedTemporaryFile("r") for _ in range(2)]

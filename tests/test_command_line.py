@@ -126,15 +126,6 @@ def assert_refused(result, *words):
         assert word in result.stderr
 
 
-@pytest.fixture(scope="module")
-def finished(script, tmp_path_factory):
-    """The result of a small run and its folder, for reading only."""
-    cwd = tmp_path_factory.mktemp("finished")
-    result = Run(script, *SMALL[script], cwd=cwd).wait()
-    assert result.status == 0, result
-    return result, run_folder_in(cwd)
-
-
 # Wrong calls
 
 
@@ -309,16 +300,19 @@ def test_a_run_says_and_writes_what_it_should_and_no_more(tmp_path, script, flag
     assert kinds == ["args.json", "checkpoint_", "checkpoint_", "events.out.tfevents.", "model.pt"]
 
 
-@pytest.mark.parametrize("script", SMALL)
-def test_a_program_on_its_own_says_no_more_either(tmp_path, script):
+def test_a_program_on_its_own_says_no_more_either(finished):
+    result, run_folder = finished
+    name, *progress = re.sub(SCORE, "", result.stdout).splitlines()
+    assert name == f"run folder: runs/{run_folder.name}"
+    assert progress and all(re.fullmatch(PROGRESS, line) for line in progress)
+    assert [path.name for path in run_folder.parent.parent.iterdir()] == ["runs"]
+
+
+def test_rounded_steps_are_said(call, script):
     flags = [*RUNS[script].values()][-1].split()
-    result = execute(script, *SMALL[script], *flags, "--total-timesteps", "500", cwd=tmp_path)
+    result = call(script, *SMALL[script], *flags, "--total-timesteps", "500")
     assert result.status == 0
     assert re.fullmatch(r"note: 500 steps [^\n]*512[^\n]*\n", result.stderr)
-    name, *progress = re.sub(SCORE, "", result.stdout).splitlines()
-    assert name.startswith("run folder: runs/")
-    assert progress and all(re.fullmatch(PROGRESS, line) for line in progress)
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_the_files_of_a_run(finished, script):

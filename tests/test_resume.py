@@ -26,7 +26,6 @@ from conftest import (
     Run,
     checkpoints,
     copy_run,
-    execute,
     files_below,
     load,
     run_folder_in,
@@ -116,13 +115,10 @@ def assert_same_run(run_folder, reference):
     ]
 
 
-@pytest.fixture(scope="module")
-def reference(script, tmp_path_factory):
+@pytest.fixture
+def reference(finished):
     """The folder of the run that nothing ended, for reading only."""
-    cwd = tmp_path_factory.mktemp("reference")
-    result = execute(script, *SMALL[script], cwd=cwd)
-    assert (result.status, result.stderr) == (0, ""), result
-    return run_folder_in(cwd)
+    return finished[1]
 
 
 @pytest.fixture(scope="module")
@@ -172,18 +168,19 @@ EVENT = "tensorboard.summary.writer.event_file_writer.EventFileWriter.add_event"
 LOG = "torch.utils.tensorboard.SummaryWriter"
 LIVES = {  # of a run, each ended by a kill; the next one resumes
     "before the second checkpoint is whole": [("os.replace", 0)],
-    "before a checkpoint is synced": [("os.fsync", 2048, 2)],  # the first is for the folder
-    "before a checkpoint is renamed": [("os.replace", 2048)],
-    "when a checkpoint is renamed": [("os.replace", 2048, 1, True)],
-    "before an old checkpoint is removed": [("pathlib.Path.unlink", 2048)],
+    "before and after a checkpoint gets its name": [
+        ("os.fsync", 1024, 2),  # the first is for the folder
+        ("os.replace", 1536),
+        ("os.replace", 2048, 1, True),
+        ("pathlib.Path.unlink", 3072),  # of an old checkpoint
+    ],
     "at once after resuming": [("os.fsync", 2048, 2), (f"{LOG}.add_scalar",), (f"{LOG}.add_scalar", None, 25)],
-    "as the log is copied": [("os.replace", 2048), (EVENT, None, 20), (EVENT, None, 40), ("os.replace", 3584)],
-    "as old logs are removed": [
+    "as logs are copied and removed": [
         *[("os.replace", 2048), (EVENT, None, 20), (EVENT, None, 40)],
         *[("pathlib.Path.unlink",), ("pathlib.Path.unlink", None, 2), ("pathlib.Path.unlink", None, 1, True)],
+        *[(EVENT, None, 20), ("os.replace", 3584)],
     ],
-    "before the model is renamed": [("os.replace", 4736)],
-    "before the log is closed": [(f"{LOG}.close",)],
+    "at the very end": [("os.replace", 4736), (f"{LOG}.close",)],  # before the model gets its name
 }
 
 
@@ -226,7 +223,7 @@ def test_killed_at_any_moment_again_and_again(tmp_path, reference, script):
     for _ in range(4):
         live_and_be_killed(script, argv, tmp_path)
         argv = ["--resume", f"runs/{run_folder_in(tmp_path).name}"]
-    result = execute(script, *argv, cwd=tmp_path)
+    result = Run(script, *argv, cwd=tmp_path).wait()
     assert (result.status, result.stderr) == (0, "")
     assert_same_run(run_folder_in(tmp_path), reference)
 
