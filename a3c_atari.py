@@ -297,6 +297,13 @@ def check_services(args: Args) -> None:
             fail("--upload-model needs --save-model and a Hugging Face login: run `hf auth login` or set HF_TOKEN")
 
 
+def keep_freed_memory() -> None:
+    """Have freed memory kept for the next tensor: glibc gives large pieces back, and then every page costs a fault."""
+    with contextlib.suppress(OSError, AttributeError):
+        for option, size in ((-1, 2**28), (-3, 2**25)):  # M_TRIM_THRESHOLD; M_MMAP_THRESHOLD, the largest there is
+            ctypes.CDLL(None).mallopt(option, size)
+
+
 def choose_device(args: Args) -> torch.device:
     """The device of the networks, set up as the arguments say."""
     torch.set_num_threads(args.torch_threads)
@@ -965,8 +972,7 @@ def run_worker(
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # Ctrl-C goes to all processes: it is the parent's
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux: PR_SET_PDEATHSIG, a worker dies with its parent
-        for option in (-1, -3):  # glibc: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, keep what is freed for the next tensor
-            ctypes.CDLL(None).mallopt(option, 2**25)
+    keep_freed_memory()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Trap: a pool of compilers would outlive a worker
     warnings.filterwarnings("ignore", "RNN module weights")  # of cuDNN: views of a vector are copied at each call
     try:

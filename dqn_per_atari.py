@@ -69,6 +69,7 @@ steps, four frames each. Two torch threads pay on a quiet machine and lose on a 
 """
 
 import contextlib
+import ctypes
 import difflib
 import io
 import json
@@ -303,6 +304,13 @@ def check_services(args: Args) -> None:
 
         if not args.save_model or not huggingface_hub.get_token():
             fail("--upload-model needs --save-model and a Hugging Face login: run `hf auth login` or set HF_TOKEN")
+
+
+def keep_freed_memory() -> None:
+    """Have freed memory kept for the next tensor: glibc gives large pieces back, and then every page costs a fault."""
+    with contextlib.suppress(OSError, AttributeError):
+        for option, size in ((-1, 2**28), (-3, 2**25)):  # M_TRIM_THRESHOLD; M_MMAP_THRESHOLD, the largest there is
+            ctypes.CDLL(None).mallopt(option, size)
 
 
 def choose_device(args: Args) -> torch.device:
@@ -997,6 +1005,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         iterations = f"{last_step // steps:,} iterations of {steps:,}"
         print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({iterations})", file=sys.stderr)
     device = choose_device(args)
+    keep_freed_memory()
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the exploration and the minibatches
 
