@@ -46,10 +46,13 @@ whose value was most mistaken; each step moves Q(s, a) towards the reward plus t
 
 Where this differs from the papers or from common practice, and why:
   * The defaults are labml's (annotated DQN), but for its replay of 2^14 transitions (--buffer-size 16384) and its 32
-    million steps. [PER] divides the learning rate by four, [DUEL] clips gradients to norm 10 and scales the trunk's by
-    1/sqrt(2); labml has 1e-4 and 0.5. All schedules are fractions of the run: a short run ends them too.
+    million steps. [PER] divides the learning rate by four, [DUEL] clips gradients to norm 10 and scales those that
+    enter the last convolution by 1/sqrt(2); labml has 1e-4 and 0.5. All schedules are fractions of the run.
+  * The two streams of 256 units follow a common layer of 512, as labml's. [DUEL]'s follow the convolutions, 512 each.
+  * Priorities are of the TD error as it is. [PER] clips it to [-1, 1], as the Huber loss here clips its gradient. The
+    highest priority, which new transitions get, never falls.
   * Each frame is stored once (7 GB for a million, against 56 GB of stored pairs); stacks are put together on sampling.
-    A transition that has not all its frames has priority zero: nothing is ever drawn twice or in vain.
+    A transition that has not all its frames has priority zero: no draw is ever thrown away.
   * Weights are divided by the minibatch's largest, not the memory's: N cancels out and no tree of minima is needed.
   * A minibatch is drawn before the priorities of the one before it are known, so that drawing and computing overlap.
   * A time limit is not a failure: at a truncation the last observation's value is bootstrapped ([TIME]).
@@ -60,8 +63,9 @@ Where this differs from the papers or from common practice, and why:
   * At each checkpoint all games are cut off and begin anew with a seed made of (seed, global_step), interrupted there
     or not: emulators cannot save their state. All else is in the checkpoint, and resuming is exact to the bit.
 
-While a run goes on, a file live.json in its folder changes its learning rate: {"learning_rate": 5e-5}. Steps are agent
-steps, four frames each. Two torch threads pay on a quiet machine and lose on a busy one. Scores, speeds: README.md.
+While a run goes on, a file live.json in its folder changes its learning rate: {"learning_rate": 5e-5}; a checkpoint
+follows. Steps are agent steps, four frames each. Two torch threads pay on a quiet machine and lose on a busy one.
+Scores and speeds: README.md.
 
     python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4           # writes runs/BreakoutNoFrameskip-v4__dqn_per_...
     python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...  # goes on after an interruption, exactly
@@ -141,7 +145,7 @@ class Args:
     checkpoint_interval: int = 250_000
     """agent steps between checkpoints (each begins all games anew, see the title)"""
     checkpoint_replay: bool = True
-    """if toggled, checkpoints hold the replay (up to 0.4 GB); without it a resumed run begins with an empty one"""
+    """if toggled, checkpoints hold the replay, compressed; without it a resumed run begins with an empty one"""
     resume: str | None = None
     """a run folder: go on from its newest checkpoint, with its arguments where none are given here"""
     evaluate: str | None = None
@@ -284,26 +288,25 @@ def parse_args() -> tuple[Args, dict | None]:
 def check_services(args: Args) -> None:
     """Refuse a compiler, a device or a login that is asked for and not there."""
     on_gpu = args.cuda and torch.cuda.is_available()
+    if args.cuda and args.strict_cuda and not on_gpu:
+        fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
+    if not args.evaluate:  # which needs nothing else
+        if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+            fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
+        if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+            import wandb
+
+            with contextlib.redirect_stderr(io.StringIO()):
+                logged_in = wandb.login(prompt=False)
+            if not logged_in:
+                fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
+        if args.upload_model:
+            import huggingface_hub
+
+            if not args.save_model or not huggingface_hub.get_token():
+                fail("--upload-model needs --save-model and a Hugging Face login: run `hf auth login` or set HF_TOKEN")
     if args.cuda and not on_gpu:
-        if args.strict_cuda:
-            fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
         print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
-    if args.evaluate:  # needs nothing else
-        return
-    if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
-    if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
-        import wandb
-
-        with contextlib.redirect_stderr(io.StringIO()):
-            logged_in = wandb.login(prompt=False)
-        if not logged_in:
-            fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
-    if args.upload_model:
-        import huggingface_hub
-
-        if not args.save_model or not huggingface_hub.get_token():
-            fail("--upload-model needs --save-model and a Hugging Face login: run `hf auth login` or set HF_TOKEN")
 
 
 def keep_freed_memory() -> None:
@@ -332,8 +335,8 @@ def available_memory(root: Path = Path("/")) -> int:
     return available
 
 
-def check_memory(args: Args) -> None:
-    """Say what the replay will take, or refuse it where there is not that much."""
+def check_memory(args: Args) -> str:
+    """What to say of the memory that the replay will take, if it is much. Refuses it where there is not that much."""
     if args.replay_on_gpu and not (args.cuda and torch.cuda.is_available()):
         fail("--replay-on-gpu needs --cuda and a CUDA device")
     where = "GPU memory" if args.replay_on_gpu else "memory"
@@ -343,8 +346,7 @@ def check_memory(args: Args) -> None:
     if needed > available:
         most = int(0.99 * args.buffer_size * available / needed)
         fail(f"{text}, and there are {available / 1e9:.1f} GB: at most --buffer-size {most}")
-    if needed > 1e8:
-        print(f"note: {text}", file=sys.stderr)
+    return f"note: {text}" if needed > 1e8 else ""
 
 
 def atari_settings(env_id: str) -> dict:
@@ -540,7 +542,7 @@ class SumTree:
             nodes = 2 * nodes
             left = self.nodes[nodes]
             # Trap: rounding may lift a value above the last sum. Without the second condition it would end on a leaf of
-            # zero, whose weight is infinite
+            # zero, whose weight is NaN
             right = (values >= left) & (self.nodes[nodes + 1] > 0)
             values = np.where(right, values - left, values)
             nodes = nodes + right
@@ -565,6 +567,13 @@ def replay_bytes(args: Args) -> int:
     """Bytes of a full replay: the frames, 8 for the rest of each row, and the tree, whose size is a power of two."""
     rows = args.buffer_size // args.num_envs * args.num_envs
     return (rows + 1) * 84 * 84 + rows * 8 + 16 * 2 ** (rows - 1).bit_length()
+
+
+def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor on the device. From pinned memory, so that nobody waits for the copy to a GPU."""
+    if torch.device(device).type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Replay:
@@ -660,13 +669,10 @@ class Replay:
         weights = importance_weights(self.tree[rows], beta)
         frames = torch.from_numpy(np.concatenate([self.stacks(rows), self.stacks(self.later(rows, m))], axis=1))
         # Detail: much faster than self.frames[frames]
-        pixels = self.frames.index_select(0, frames.ravel().to(self.frames.device)).view(size, 8, 84, 84)
+        pixels = self.frames.index_select(0, move(frames.ravel(), self.frames.device)).view(size, 8, 84, 84)
         columns = torch.from_numpy(np.stack([returns, discounts, weights]).astype(np.float32))
         actions = torch.from_numpy(self.actions[rows].astype(np.int64))
-        batch = (pixels, actions, columns)
-        if torch.device(device).type == "cuda":  # uint8 across the bus, and nobody waits for it
-            batch = (x if x.is_cuda else x.pin_memory() for x in batch)
-        pixels, actions, columns = (x.to(device, non_blocking=True) for x in batch)
+        pixels, actions, columns = (move(x, device) for x in (pixels, actions, columns))  # uint8 across the bus
         return rows, (pixels, actions, *columns)
 
     def update(self, rows: np.ndarray, td_errors: torch.Tensor) -> None:
@@ -677,7 +683,7 @@ class Replay:
             self.max_priority = max(self.max_priority, float(priorities.max()))
 
     def state_dict(self) -> dict:
-        """The state between games. The frames are compressed in pieces: a million shrink to a quarter of a gigabyte."""
+        """The state between games. The frames are compressed in pieces: how far depends on the game."""
 
         def pack(first: int) -> torch.Tensor:
             piece = self.frames[first : min(first + PIECE, self.filled)].cpu().numpy()
@@ -730,7 +736,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> list[float]:
     """Play `args.eval_episodes` whole games side by side, and print their scores: not clipped, all lives together.
 
     `model` is a checkpoint or what model.pt holds. A random action is played with probability `args.eval_epsilon`. The
-    games depend on args.seed alone and are none of training's; the emulator ends each after 108,000 frames.
+    games depend on args.seed and their number, none of training's; the emulator ends each after 108,000 frames.
     """
     device = choose_device(args)
     games = Games(make_envs(args, args.eval_episodes))
@@ -804,10 +810,11 @@ def read_checkpoint(path: Path) -> dict:
     parts = set(checkpoint) if isinstance(checkpoint, dict) else set()
     if not parts >= {"script", "args", "global_step", "agent"} or checkpoint["script"] != SCRIPT:
         raise ValueError(f"{path} is no checkpoint of {SCRIPT}.py")
-    with contextlib.suppress(OSError):
+    found = env_id = checkpoint["args"]["env_id"]
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a file of something else says nothing
         env_id = json.loads((path.parent / "args.json").read_text())["env_id"]
-        if checkpoint["args"]["env_id"] != env_id:
-            raise ValueError(f"{path} is a checkpoint of {checkpoint['args']['env_id']} in a run of {env_id}")
+    if found != env_id:
+        raise ValueError(f"{path} is a checkpoint of {found} in a run of {env_id}")
     return checkpoint
 
 
@@ -835,12 +842,15 @@ def check_fit(args: Args, checkpoint: dict) -> None:
     if args.dueling != saved["dueling"]:
         fail(f"--{'' if args.dueling else 'no-'}dueling does not fit the network of {args.resume or args.evaluate}")
     if args.resume and args.checkpoint_replay and checkpoint["replay"]:
-        for name in ("buffer_size", "num_envs"):
+        for name in ("buffer_size", "num_envs", "prioritized", "per_alpha"):
             if getattr(args, name) != saved[name]:
-                flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-                fail(f"{flag} does not fit a replay of {saved[name]}: --no-checkpoint-replay begins a new one")
+                change = f"--{name.replace('_', '-')} ({saved[name]} -> {getattr(args, name)})"
+                fail(f"{change} does not fit the replay of {args.resume}: --no-checkpoint-replay begins a new one")
     elif args.resume:
         checkpoint["replay"] = None
+        left = args.total_timesteps - checkpoint["global_step"]
+        if 0 < left < args.learning_starts + args.num_envs * args.n_step:
+            fail(f"--learning-starts {args.learning_starts} is never reached in {left} steps with an empty replay")
         print("note: the replay begins empty: this is not exactly the run that was interrupted", file=sys.stderr)
 
 
@@ -864,7 +874,7 @@ def interrupt(signum: int, frame: object) -> NoReturn:
 
 
 class Progress:
-    """The state of the run in one line: rewritten in place on a terminal, else a plain line every ten seconds."""
+    """The state of the run in one line: rewritten in place on a terminal, else a plain line at most every 10 s."""
 
     def __init__(self, first_step: int, last_step: int) -> None:
         self.first_step, self.last_step = first_step, last_step
@@ -971,17 +981,18 @@ Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {S
         api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
 
 
-def read_live(path: Path, args: Args, live: dict, global_step: int) -> None:
+def read_live(path: Path, args: Args, live: dict, global_step: int) -> bool:
     """Take over the learning rate in live.json where the file has changed, and say so; nonsense is named and ignored.
 
-    Changes `args`, and `live`: the file's text as it was last read, and all changes [step, before, after].
+    Changes `args`, and `live`: the file's text as it was last read, and all changes [step, before, after]. Returns
+    whether the rate is another now.
     """
     text, before = "", live["text"]
     with contextlib.suppress(OSError):
         text = path.read_text(errors="replace")
     live["text"] = text
     if text in ("", before):
-        return
+        return False
     try:
         ((name, rate),) = json.loads(text).items()
         rate = float(rate) if name == "learning_rate" and type(rate) in (int, float) else math.nan
@@ -993,6 +1004,8 @@ def read_live(path: Path, args: Args, live: dict, global_step: int) -> None:
         print(f"\nnote: {path} at step {global_step:,}: {args.learning_rate} -> {rate}", file=sys.stderr)
         live["changes"].append([global_step, args.learning_rate, rate])
         args.learning_rate = rate
+        return True
+    return False
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
@@ -1113,6 +1126,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         if iteration % args.target_interval == 0:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
+        changed = False
         if iteration % args.log_interval == 0 or global_step == last_step:
             scalars = {
                 "charts/learning_rate": args.learning_rate,
@@ -1126,14 +1140,16 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                     "losses/q_values": values.mean(),
                     "losses/grad_norm": grad_norms[-1],
                 }
-                leaves = replay.tree[: replay.filled]
-                some = leaves[leaves > 0][:: 1 + replay.filled // 10_000]
-                writer.add_histogram("charts/priorities", some, global_step)
+                if args.prioritized and args.per_alpha > 0:
+                    leaves = replay.tree[: replay.filled]
+                    some = leaves[leaves > 0][:: 1 + replay.filled // 10_000]
+                    writer.add_histogram("charts/priorities", some ** (1 / args.per_alpha), global_step)
             for tag, scalar in scalars.items():
                 writer.add_scalar(tag, scalar, global_step)
             progress.show(global_step, recent_returns)
-            read_live(run_folder / "live.json", args, live, global_step)
-        if global_step // args.checkpoint_interval > (global_step - steps) // args.checkpoint_interval:
+            changed = read_live(run_folder / "live.json", args, live, global_step)
+        # Trap: without a checkpoint, a run that is resumed from before a change would take it over too early
+        if changed or global_step // args.checkpoint_interval > (global_step - steps) // args.checkpoint_interval:
             replay.cut(pixels[:, -1])
             save()
             pixels = None
@@ -1164,12 +1180,14 @@ def main() -> None:
         make_envs(args, 1).close()  # what is wrong with the game is said before anything is written
         if checkpoint:
             check_fit(args, checkpoint)
+        note = "" if args.evaluate else check_memory(args)
         check_services(args)
         if args.evaluate:
             path = Path(args.evaluate)
             evaluate(args, checkpoint, path if path.is_dir() else path.parent)
             return
-        check_memory(args)
+        if note:
+            print(note, file=sys.stderr)
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_folder = Path(args.resume or f"runs/{run_name}")
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))

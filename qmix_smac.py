@@ -291,26 +291,25 @@ def parse_args() -> tuple[Args, dict | None]:
 def check_services(args: Args) -> None:
     """Refuse a compiler, a device or a login that is asked for and not there."""
     on_gpu = args.cuda and torch.cuda.is_available()
+    if args.cuda and args.strict_cuda and not on_gpu:
+        fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
+    if not args.evaluate:  # which needs nothing else
+        if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+            fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
+        if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+            import wandb
+
+            with contextlib.redirect_stderr(io.StringIO()):
+                logged_in = wandb.login(prompt=False)
+            if not logged_in:
+                fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
+        if args.upload_model:
+            import huggingface_hub
+
+            if not args.save_model or not huggingface_hub.get_token():
+                fail("--upload-model needs --save-model and a Hugging Face login: run `hf auth login` or set HF_TOKEN")
     if args.cuda and not on_gpu:
-        if args.strict_cuda:
-            fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
         print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
-    if args.evaluate:  # needs nothing else
-        return
-    if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
-    if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
-        import wandb
-
-        with contextlib.redirect_stderr(io.StringIO()):
-            logged_in = wandb.login(prompt=False)
-        if not logged_in:
-            fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
-    if args.upload_model:
-        import huggingface_hub
-
-        if not args.save_model or not huggingface_hub.get_token():
-            fail("--upload-model needs --save-model and a Hugging Face login: run `hf auth login` or set HF_TOKEN")
 
 
 def choose_device(args: Args) -> torch.device:
@@ -1074,10 +1073,11 @@ def read_checkpoint(path: Path) -> dict:
     parts = set(checkpoint) if isinstance(checkpoint, dict) else set()
     if not parts >= {"script", "args", "global_step", "agent"} or checkpoint["script"] != SCRIPT:
         raise ValueError(f"{path} is no checkpoint of {SCRIPT}.py")
-    with contextlib.suppress(OSError):
+    found = env_id = checkpoint["args"]["env_id"]
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a file of something else says nothing
         env_id = json.loads((path.parent / "args.json").read_text())["env_id"]
-        if checkpoint["args"]["env_id"] != env_id:
-            raise ValueError(f"{path} is a checkpoint of {checkpoint['args']['env_id']} in a run of {env_id}")
+    if found != env_id:
+        raise ValueError(f"{path} is a checkpoint of {found} in a run of {env_id}")
     return checkpoint
 
 
@@ -1133,7 +1133,7 @@ def interrupt(signum: int, frame: object) -> NoReturn:
 
 
 class Progress:
-    """The state of the run in one line: rewritten in place on a terminal, else a plain line every ten seconds."""
+    """The state of the run in one line: rewritten in place on a terminal, else a plain line at most every 10 s."""
 
     def __init__(self, first_step: int, last_step: int) -> None:
         self.first_step, self.last_step = first_step, last_step

@@ -621,6 +621,46 @@ def test_live_json_changes_the_run_and_is_remembered(tmp_path, tiny, monkeypatch
     assert rates == pytest.approx([1e-4] * 2 + [5e-5] * 12)
 
 
+class Killed(Exception):
+    pass
+
+
+def test_a_change_by_live_json_after_the_last_checkpoint_is_resumed_exactly(tmp_path, tiny, monkeypatch):
+    show, results = dqn.Progress.show, []
+    for death in (None, 128):
+
+        def write_or_die(self, global_step, recent_returns, folder=tmp_path / str(death), death=death):
+            if global_step == death and not (folder / "died").exists():
+                (folder / "died").touch()
+                raise Killed
+            if global_step == 112:
+                (folder / "live.json").write_text('{"learning_rate": 0.01}')
+            show(self, global_step, recent_returns)
+
+        monkeypatch.setattr(dqn.Progress, "show", write_or_die)
+        folder, options = tmp_path / str(death), dict(total_timesteps=192, checkpoint_interval=64)
+        try:
+            results.append(train(folder, **options))
+        except Killed:
+            checkpoint = load(checkpoints(folder)[-1])
+            options["learning_rate"] = checkpoint["args"]["learning_rate"]  # as parse_args does
+            results.append(train(folder, checkpoint, **options))
+    whole, resumed = results
+    assert whole["live"] == resumed["live"] and whole["live"]["changes"] == [[112, 1e-4, 0.01]]
+    assert all(torch.equal(tensor, resumed["agent"][name]) for name, tensor in whole["agent"].items())
+
+
+def test_the_histogram_is_of_priorities(tmp_path, tiny, monkeypatch):
+    """New transitions have the highest priority there ever was, whatever alpha is."""
+    logged = {}
+    monkeypatch.setattr(
+        dqn.SummaryWriter, "add_histogram", lambda self, tag, values, step: logged.update({tag: values})
+    )
+    replay = train(tmp_path, per_alpha=0.5, checkpoint_interval=32)["replay"]
+    assert logged["charts/priorities"].max() == pytest.approx(replay["max_priority"])
+    assert replay["max_priority"] != 1.0
+
+
 # Resume. The replay has wrapped, is in several pieces, and all is as if nothing had happened
 
 ARGV = """--env-id BreakoutNoFrameskip-v4 --no-cuda --torch-threads 1 --env-threads 1 --num-envs 2 --num-steps 8
@@ -697,10 +737,16 @@ def test_a_damaged_piece_is_noticed_and_the_checkpoint_before_is_used(call, refe
 
 def test_a_replay_of_another_shape_is_refused(call, resumable, tmp_path):
     files = files_below(tmp_path)
-    for flag, value in (("--buffer-size", "300"), ("--num-envs", "3")):
-        result = call("dqn_per_atari", "--resume", resumable[0], flag, value)
+    for flags in ("--buffer-size 300", "--num-envs 3", "--per-alpha 0.5", "--no-prioritized"):
+        result = call("dqn_per_atari", "--resume", resumable[0], *flags.split())
         assert (result.status, result.stdout) == (2, "")
-        assert re.search(rf"^error: {flag} {value} [^\n]*--no-checkpoint-replay[^\n]*\n$", result.stderr, re.M)
+        flag = flags.split()[0].replace("no-", "")
+        assert re.search(rf"^error: {flag} [^\n]*--no-checkpoint-replay[^\n]*\n$", result.stderr, re.M)
+    # 160 steps are left, and 300 transitions are wanted before anything is learned
+    flags = "--no-checkpoint-replay --buffer-size 400 --learning-starts 300 --total-timesteps 640"
+    result = call("dqn_per_atari", "--resume", resumable[0], *flags.split())
+    assert (result.status, result.stdout) == (2, "")
+    assert re.search(r"^error: --learning-starts 300 [^\n]*\n$", result.stderr, re.M)
     assert files_below(tmp_path) == files
 
 

@@ -304,6 +304,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(call, interrup
     assert_same_run(run_folder, reference)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"lr": 1}', "null"])
+def test_an_args_json_of_something_else_says_nothing(killed, tmp_path, script, text):
+    module = pkgutil.resolve_name(script)
+    (path := tmp_path / "checkpoint_1.pt").write_bytes(checkpoints(killed)[-1].read_bytes())
+    (tmp_path / "args.json").write_text(text)
+    assert module.read_checkpoint(path)["global_step"] == load(path)["global_step"]
+
+
 def test_no_sound_checkpoint_is_a_wrong_call(call, interrupted, tmp_path, script):
     name, run_folder = interrupted
     before, newest = checkpoints(run_folder)
