@@ -613,8 +613,8 @@ def evaluate(args: Args, model: dict, run_folder: Path, watch: Callable[[], None
     """Play `args.eval_episodes` whole games side by side, and print their scores: not clipped, all lives together.
 
     `model` is a checkpoint or what model.pt holds. Actions are sampled, or the likeliest with `--greedy`. The games
-    depend on args.seed and their number, none of training's; each is truncated after `max_episode_length` steps. `watch`
-    is called after every step. Returns the scores and the mean length of the games.
+    depend on args.seed and their number, none of training's; each is truncated after `max_episode_length` steps.
+    `watch` is called after every step. Returns the scores and the mean length of the games.
     """
     device = choose_device(args)
     games = Games(make_envs(args, args.eval_episodes))

@@ -50,9 +50,10 @@ on, of fewer and fewer episodes. An episode of T steps has T + 1 rows: the last 
 no padding: so nothing has to be masked, and nothing is computed in vain.
 
 Where this differs from the papers or from their program, PyMARL, and why:
-  * Names and defaults are PyMARL's for QMIX on SMAC, but for three: there are 8 environments instead of one, with one
-    update for each episode as before; epsilon is annealed over 100,000 steps as in [TRICK], not 50,000; the learning
-    rate falls to zero over the run (with --no-anneal-lr it is constant, and the policy does not settle).
+  * Defaults are PyMARL's for QMIX on SMAC, and so are names (but for learning_rate, max_grad_norm, total_timesteps and
+    num_envs, as in the other scripts here), with these exceptions: 8 environments instead of one, with one update for
+    each episode as before; epsilon annealed over 100,000 steps as in [TRICK], not 50,000; a learning rate that falls to
+    zero over the run (with --no-anneal-lr it is constant, and the policy does not settle); runs of 1M steps, not 2M.
   * The hypernetworks have two layers, as PyMARL's now; [QMIX] has one layer for the weights.
   * An environment's end by the time limit is an end, as in PyMARL. Bootstrapping there (--bootstrap-timeouts) is what
     one would do elsewhere; here it teaches the team to run away, since a step without an end costs nothing.
@@ -167,7 +168,7 @@ class Args:
     env_id: str = "3m"
     """a SMAX map (3m, 2s3z, ...), or smac/MAP for the real StarCraft II"""
     num_envs: int = 8
-    """environments played side by side (PyMARL's episode runner has one)"""
+    """environments played side by side (PyMARL's episode runner has one, [TRICK] has eight)"""
     bootstrap_timeouts: bool = False
     """if toggled, an episode that the time limit ends is bootstrapped with its last observation, else it is an end"""
 
@@ -192,7 +193,7 @@ class Args:
     batch_size: int = 32
     """episodes in a minibatch"""
     updates_per_episode: float = 1.0
-    """updates for each episode that was collected, once there are `--batch-size` of them"""
+    """updates for each episode collected, once there are `--batch-size` (1 in [QMIX], 1/8 in the program of [TRICK])"""
     target_update_interval: int = 200
     """episodes between copies of the parameters to the target networks"""
     optimizer: str = "rmsprop"
@@ -236,6 +237,8 @@ class Args:
                     fail(f"--{name.replace('_', '-')} must be {condition}, not {getattr(self, name)!r}")
         if self.total_timesteps < self.num_envs:
             fail(f"--total-timesteps {self.total_timesteps} is less than one step of --num-envs {self.num_envs}")
+        if self.total_timesteps < self.batch_size:
+            fail(f"--total-timesteps {self.total_timesteps} is never a --batch-size of {self.batch_size} episodes")
         if self.batch_size > self.buffer_size:
             sizes = f"--batch-size {self.batch_size} is more than --buffer-size {self.buffer_size}"
             fail(f"{sizes}: nothing would be learned")
@@ -503,9 +506,61 @@ class Smax:
         """Nothing is left behind."""
 
 
-INSTALL_SMAC = """the real SMAC needs, in a virtual environment of its own: pip install git+https://github.com/oxwhirl/smac
-"protobuf<3.21" (PyPI's smac is another project); StarCraft II for Linux in the folder that SC2PATH names (default
-~/StarCraftII); and SMAC's maps in its Maps/SMAC_Maps"""
+INSTALL_SMAC = """the real SMAC needs: pip install git+https://github.com/oxwhirl/smac (PyPI's smac is another project);
+then pip install -r requirements.txt once more, since its protobuf may be older than TensorBoard's (it was made for
+protobuf<3.21, and runs with a newer one as this script starts it); StarCraft II for Linux in the folder that SC2PATH
+names (default ~/StarCraftII); and SMAC's maps in its Maps/SMAC_Maps"""
+
+
+def silence() -> None:
+    """Nothing that this process or the game writes is seen: the game tells of every start."""
+    for descriptor in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def describe_smac(connection, map_name: str) -> None:
+    """A process of its own: it sends the names of SMAC's maps and the sizes of one, or an exception as a text."""
+    silence()
+    try:
+        from smac.env import StarCraft2Env
+        from smac.env.starcraft2.maps.smac_maps import get_smac_map_registry
+
+        maps = list(get_smac_map_registry())
+        connection.send((maps, StarCraft2Env(map_name=map_name).get_env_info() if map_name in maps else {}))
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}")
+
+
+@functools.cache
+def smac_shape(map_name: str) -> Shape:
+    """The sizes of a SMAC map. Ends the program with one line where something is missing; starts no game."""
+    spec = importlib.util.find_spec("smac")
+    folders = spec.submodule_search_locations if spec else []
+    if not any(Path(folder, "env", "starcraft2").exists() for folder in folders):
+        found = "the smac that is installed is another package" if spec else "there is no package smac"
+        fail(f"smac/{map_name}: {found}; {INSTALL_SMAC}")
+    # Trap: a newer protobuf takes SMAC's messages only in pure Python, which is decided as a process first imports it
+    os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
+    context = multiprocessing.get_context("spawn")
+    connection, other_end = context.Pipe()
+    process = context.Process(target=describe_smac, args=(other_end, map_name), daemon=True)
+    process.start()
+    other_end.close()
+    try:
+        answer = connection.recv()
+    except EOFError:
+        answer = "its process has ended"
+    process.join()
+    if isinstance(answer, str):
+        fail(f"smac/{map_name}: {answer}; {INSTALL_SMAC}")
+    maps, sizes = answer
+    if map_name not in maps:
+        nearest = difflib.get_close_matches(map_name, maps, n=3, cutoff=0.4) or maps
+        fail(f"there is no SMAC map {map_name!r}; the nearest names: {', '.join(nearest)}")
+    game = Path(os.environ.get("SC2PATH", "~/StarCraftII")).expanduser()
+    if sys.platform == "linux" and not (game / "Maps" / "SMAC_Maps").is_dir():
+        fail(f"smac/{map_name}: there is no folder {game / 'Maps' / 'SMAC_Maps'}; {INSTALL_SMAC}")
+    return Shape(*(sizes[name] for name in ("n_agents", "n_actions", "obs_shape", "state_shape", "episode_limit")))
 
 
 def play_smac(connection, map_name: str, seed: int, replay_dir: str) -> None:
@@ -516,11 +571,14 @@ def play_smac(connection, map_name: str, seed: int, replay_dir: str) -> None:
     """
     os.setsid()  # so that Ctrl-C reaches neither this process nor the game, and both can be killed as one group
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    silence()
     from smac.env import StarCraft2Env
 
     def launch() -> "StarCraft2Env":
         # Detail: continuing_episode only makes step() say where the time limit was reached; PyMARL has it off
-        return StarCraft2Env(map_name=map_name, seed=seed, continuing_episode=True, replay_dir=replay_dir)
+        settings = {"map_name": map_name, "seed": seed, "continuing_episode": True}
+        # Trap: replays are named after the second in which they are written, and games are many
+        return StarCraft2Env(**settings, replay_dir=replay_dir, replay_prefix=f"{map_name}_{seed}")
 
     def row() -> tuple:
         floats = np.concatenate([*env.get_obs(), env.get_state()]).astype(np.float32)
@@ -575,24 +633,7 @@ class Smac:
     endurance = 10  # crashes of a game without a whole episode between them
 
     def __init__(self, map_name: str, num_envs: int, replay_dir: str = "") -> None:
-        spec = importlib.util.find_spec("smac")
-        folders = spec.submodule_search_locations if spec else []
-        if not any(Path(folder, "env", "starcraft2").exists() for folder in folders):
-            found = "the smac that is installed is another package" if spec else "there is no package smac"
-            fail(f"smac/{map_name}: {found}; {INSTALL_SMAC}")
-        os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")  # for a protobuf that is newer
-        try:
-            from smac.env import StarCraft2Env
-            from smac.env.starcraft2.maps.smac_maps import get_smac_map_registry
-        except (ImportError, TypeError) as error:
-            fail(f"smac/{map_name}: {error}; {INSTALL_SMAC}")
-        maps = get_smac_map_registry()
-        if map_name not in maps:
-            nearest = difflib.get_close_matches(map_name, maps, n=3, cutoff=0.4) or list(maps)
-            fail(f"there is no SMAC map {map_name!r}; the nearest names: {', '.join(nearest)}")
-        info = StarCraft2Env(map_name=map_name).get_env_info()  # starts no game
-        sizes = ("n_agents", "n_actions", "obs_shape", "state_shape", "episode_limit")
-        self.shape = Shape(*(info[name] for name in sizes))
+        self.shape = smac_shape(map_name)
         self.map_name, self.num_envs, self.replay_dir = map_name, num_envs, replay_dir
         self.games = []  # (process, connection)
         self.answered = False  # whether any game ever began
@@ -619,11 +660,10 @@ class Smac:
         process, connection = self.games[i]
         connection.close()
         process.join(10)
-        if process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the game too
-            process.kill()  # where it has no group of its own yet
-            process.join()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # the game too, also where the process is gone already
+        process.kill()  # where it has no group of its own yet
+        process.join()
 
     def _receive(self, i: int) -> tuple:
         """The answer of a game. One that has none in time, or has ended, is started anew; its episode is dropped."""
@@ -643,7 +683,8 @@ class Smac:
             reason = "its process has ended"
         self.crashes[i] += 1
         if not self.answered or self.crashes[i] > self.endurance:
-            raise OSError(f"smac/{self.map_name} cannot be played: {reason}; {INSTALL_SMAC}")
+            advice = "" if self.answered else f"; {INSTALL_SMAC}"
+            raise OSError(f"smac/{self.map_name} cannot be played: {reason}{advice}")
         print(f"\nnote: a game is started anew: {reason}", file=sys.stderr)
         self._stop(i)
         self.games[i] = self._start(self.seeds[i] + self.crashes[i])
@@ -658,12 +699,13 @@ class Smac:
         return Step(*map(np.array, zip(*(self._receive(i) for i in range(self.num_envs)))))
 
     def save_replay(self) -> None:
-        """Have each game write its replay, which holds all its episodes."""
+        """Have each game write its replay, which holds all its episodes. Raises OSError where one could not."""
         for _, connection in self.games:
             connection.send("save replay")
         for _, connection in self.games:
-            if connection.poll(self.patience):
-                connection.recv()
+            answer = connection.recv() if connection.poll(self.patience) else f"no answer within {self.patience} s"
+            if answer != "save replay":
+                raise OSError(f"a replay of smac/{self.map_name} was not saved: {answer}")
 
     def close(self) -> None:
         """End all games and their processes."""
@@ -1100,13 +1142,17 @@ def load_checkpoint(name: str) -> dict:
 
 
 def load_nearest(run_folder: Path, step: int) -> dict:
-    """The sound checkpoint or kept model of a run that is nearest to a step; the newest for step 0."""
+    """The sound checkpoint or kept model of a run folder that is nearest to a step, which is said if it is another."""
+    if not run_folder.is_dir():
+        fail(f"--load-step takes a run folder, and {run_folder} is a file")
     found = [*run_folder.glob("model_*.pt"), *run_folder.glob("checkpoint_*.pt")]
     found = {path: int(path.stem.split("_")[1]) for path in found if path.stem.split("_")[1].isdecimal()}
     if not found:
         fail(f"{run_folder} holds no saved step of {SCRIPT}.py")
     # Of the same step the checkpoint, which comes later, holds more
     path = min(reversed(found), key=lambda path: abs(found[path] - step))
+    if found[path] != step:
+        print(f"note: the saved step that is nearest to {step:,} is {found[path]:,}", file=sys.stderr)
     try:
         return read_checkpoint(path)
     except ValueError as error:
@@ -1246,7 +1292,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     real = args.env_id.startswith("smac/")
     global_step = saved_step = checkpoint["global_step"] if checkpoint else 0
     last_step = global_step + max(0, math.ceil((args.total_timesteps - global_step) / N)) * N
-    if last_step != args.total_timesteps:
+    if last_step != args.total_timesteps > global_step:
         steps = f"{N} environments step together"
         print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({steps})", file=sys.stderr)
     device = choose_device(args)
@@ -1277,8 +1323,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         target_agent.load_state_dict(checkpoint["target_agent"])
         target_mixer.load_state_dict(checkpoint["target_mixer"])
         optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer.param_groups[0].update(eps=args.optim_eps)
+        if args.optimizer == "rmsprop":
+            optimizer.param_groups[0].update(alpha=args.optim_alpha)
         if args.checkpoint_replay and checkpoint.get("replay"):
-            replay.load_state_dict(checkpoint["replay"])
+            replay.load_state_dict(checkpoint.pop("replay"))
         else:
             print("note: the replay begins empty: this is not exactly the run that was interrupted", file=sys.stderr)
         rng.bit_generator.state = checkpoint["rng"]
@@ -1312,10 +1361,13 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             "recent_won": list(recent_won),
         }
 
-    def save() -> None:
-        """Write a checkpoint, never one of parameters that are not finite."""
+    def check_gradient() -> None:
         if not grad_norm.isfinite():
             raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
+
+    def save() -> None:
+        """Write a checkpoint, never one of parameters that are not finite."""
+        check_gradient()
         writer.add_scalar("charts/checkpoint", global_step, global_step)
         writer.flush()
         save_checkpoint(run_folder, state() | {"replay": replay.state_dict() if args.checkpoint_replay else None})
@@ -1405,8 +1457,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 last_target_update = episodes
 
         if crossed(args.log_interval) or global_step == last_step:
-            if not grad_norm.isfinite():
-                raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
+            check_gradient()
             scalars = {
                 "charts/learning_rate": learning_rate,
                 "charts/epsilon": epsilon,
@@ -1422,13 +1473,14 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             progress.show(global_step, recent_returns)
         if crossed(args.test_interval):
             film = run_folder / "videos" / f"test-step-{global_step}.mp4" if args.capture_video and not real else None
-            seeds = reset_seeds(args.seed, global_step, 1, num=N)
+            seeds = reset_seeds(args.seed, global_step, 1, num=test_envs.num_envs)
             returns, won = play(agent, test_envs, seeds, args.test_nepisode, film)
             if real:
                 test_envs.close()
             writer.add_scalar("eval/episodic_return", np.mean(returns), global_step)
             writer.add_scalar("eval/battle_won_rate", np.mean(won), global_step)
         if crossed(args.save_model_interval):
+            check_gradient()
             write_atomically(run_folder / f"model_{global_step}.pt", state())
         due = global_step // args.checkpoint_interval > saved_step // args.checkpoint_interval
         if due and step.ended.any():
@@ -1439,6 +1491,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         save()
     envs.close()
     test_envs.close()
+    if len(replay) < args.batch_size:
+        print(f"note: with {len(replay)} episodes, fewer than --batch-size, nothing was learned", file=sys.stderr)
     returns, won = evaluate(args, model(), run_folder)
     writer.add_scalar("eval/episodic_return", np.mean(returns), global_step)
     writer.add_scalar("eval/battle_won_rate", np.mean(won), global_step)
@@ -1459,7 +1513,7 @@ def main() -> None:
     try:
         args, checkpoint = parse_args()
         args.check()
-        if args.load_step and Path(args.resume or args.evaluate).is_dir():
+        if args.load_step:
             newest = checkpoint["global_step"]
             checkpoint = load_nearest(Path(args.resume or args.evaluate), args.load_step)
         for name in ("mixer", "optimizer", "rnn_hidden_dim", "mixing_embed_dim", "hypernet_embed", "buffer_size"):

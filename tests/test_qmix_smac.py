@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Run, checkpoints, files_below, load, run_folder_in, scalars
+from conftest import Run, checkpoints, files_below, load, run_folder_in, scalars, wait_for
 from test_resume import assert_same_run, kill_in
 
 import qmix_smac as q
@@ -400,13 +400,33 @@ def test_the_time_limit_is_no_end_of_the_battle(battles):
     assert step.ended.tolist() == [True, False] and not step.terminated.any()
 
 
+@pytest.mark.parametrize("name", ["2s3z", "smacv2_5_units"])
+def test_random_play_of_several_kinds_of_units(name):
+    """What can be done is what jaxmarl says, the dead do nothing, and the state is within its norms."""
+    import jax
+
+    envs, rng = q.make_envs(Args(env_id=name), 2), np.random.default_rng(1)
+    floats, avail = envs.reset([1, 2])
+    n = envs.shape.n_agents
+    kinds, ends = set(), 0
+    for _ in range(60):
+        state = envs.state.state
+        theirs = jax.vmap(envs.env.get_avail_actions)(envs.state)
+        assert (avail == np.stack([theirs[agent] for agent in envs.env.agents], axis=1)).all()
+        dead = ~np.array(state.unit_alive)[:, :n]
+        assert avail.any(-1).all() and (avail[dead].sum(-1) == 1).all() and (avail[~dead].sum(-1) > 1).all()
+        assert floats.min() >= -1 and floats.max() <= 1
+        kinds |= set(np.array(state.unit_types).ravel().tolist())
+        step = envs.step((rng.random(avail.shape) * avail).argmax(axis=-1))
+        floats, avail, ends = step.floats, step.avail_actions, ends + step.ended.sum()
+    assert len(kinds) > 1 and ends > 0
+
+
 def test_all_maps_are_there_and_a_wrong_one_is_told_the_nearest(capsys):
-    for (
-        name
-    ) in "3m 2s3z 25m 3s5z 8m 5m_vs_6m 10m_vs_11m 27m_vs_30m 3s5z_vs_3s6z 3s_vs_5z 6h_vs_8z smacv2_5_units".split():
-        assert q.make_envs(Args(env_id=name), 1).shape.n_agents == int(
-            re.search(r"\d+", name.replace("smacv2_", ""))[0]
-        ) or ("s" in name)
+    maps = {"3m": 3, "2s3z": 5, "25m": 25, "3s5z": 8, "8m": 8, "5m_vs_6m": 5, "10m_vs_11m": 10, "27m_vs_30m": 27}
+    maps |= {"3s5z_vs_3s6z": 8, "3s_vs_5z": 3, "6h_vs_8z": 6}
+    maps |= {"smacv2_5_units": 5, "smacv2_10_units": 10, "smacv2_20_units": 20}
+    assert {name: q.make_envs(Args(env_id=name), 1).shape.n_agents for name in maps} == maps
     for name, nearest in (("3mm", "3m"), ("5m_vs_7m", "5m_vs_6m"), ("MMM2", "smac/")):
         with pytest.raises(SystemExit):
             q.make_envs(Args(env_id=name), 1)
@@ -573,6 +593,7 @@ WRONG = {
     "mixer": ("--mixer qplex", "--mixer qmix vdn none"),
     "optimizer": ("--optimizer sgd", "--optimizer rmsprop adam"),
     "batch larger than the replay": ("--batch-size 25", "--batch-size 25 --buffer-size 24"),
+    "less than a batch": ("--total-timesteps 20 --batch-size 21", "--total-timesteps --batch-size"),
     "load-step alone": ("--load-step 5", "--load-step --resume"),
     "replay of SMAX": ("--save-replay", "--save-replay --capture-video"),
     "lambda": ("--td-lambda 2", "--td-lambda 2"),
@@ -612,7 +633,14 @@ HAS_SMAC = bool(importlib.util.find_spec("smac") and importlib.util.find_spec("p
 def test_without_smac_the_error_says_what_to_install(call, tmp_path):
     result = call("qmix_smac", *SMALL, "--env-id", "smac/3m")
     assert (result.status, result.stdout) == (2, "") and re.fullmatch(r"error: [^\n]+\n", result.stderr)
-    for word in ("git+https://github.com/oxwhirl/smac", "another project", "SC2PATH", "SMAC_Maps", "protobuf<3.21"):
+    for word in (
+        "git+https://github.com/oxwhirl/smac",
+        "another project",
+        "SC2PATH",
+        "SMAC_Maps",
+        "protobuf<3.21",
+        "requirements.txt",
+    ):
         assert word in result.stderr
     assert not list(tmp_path.iterdir())
 
@@ -636,9 +664,10 @@ def test_a_battle_of_the_real_game():
 
 # A stand-in with the interface of the package, as far as it is used: what is tested is how processes are led. One agent
 # wins with 1 as its third action. On the map toy 2 is a crash of the game as the package tells it, and 3 is the end of
-# its process; on the map toys each seventeenth step is such a crash.
+# its process; on the map toys each seventeenth step is such a crash; on the map toyss there is a process of a game.
 STAND_IN = """
 import os
+import subprocess
 import numpy as np
 
 class Unit:
@@ -646,12 +675,19 @@ class Unit:
 
 class StarCraft2Env:
     n_enemies, reward_death_value, reward_win = 1, 10, 200
-    def __init__(self, map_name, seed=None, continuing_episode=False, replay_dir=""):
+    def __init__(self, map_name, seed=None, continuing_episode=False, replay_dir="", replay_prefix=""):
+        assert os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] == "python"
         self.seed, self.continuing, self.replay_dir = seed, continuing_episode, replay_dir
+        self.prefix = replay_prefix
+        self.game, self.has_game = None, map_name == "toyss"
+        print("the game speaks")
         self.max_reward, self.mortal = 210, map_name == "toy"
     def get_env_info(self):
         return {"n_agents": 1, "n_actions": 4, "obs_shape": 2, "state_shape": 3, "episode_limit": 5}
     def reset(self):
+        if self.has_game and not self.game:
+            self.game = subprocess.Popen(["sleep", "60"])
+            open(os.path.join(os.environ["SC2PATH"], "pid"), "w").write(str(self.game.pid))
         self.steps, self.enemies = 0, {0: Unit()}
         self.max_reward += 2 * 45  # counted twice, as the package may
     def get_obs(self):
@@ -674,9 +710,12 @@ class StarCraft2Env:
         return 20.0 * won, won or self.steps == 5, info
     def save_replay(self):
         os.makedirs(self.replay_dir, exist_ok=True)
-        open(os.path.join(self.replay_dir, f"{self.seed}.SC2Replay"), "w").close()
+        if self.prefix.startswith("toyss"):
+            raise OSError("no space")
+        open(os.path.join(self.replay_dir, f"{self.prefix}_a_second.SC2Replay"), "w").close()
     def close(self):
-        pass
+        if self.game:
+            self.game.kill()
 """
 
 
@@ -688,12 +727,17 @@ def stand_in(tmp_path, monkeypatch):
     (package / "env" / "__init__.py").write_text(textwrap.dedent(STAND_IN))
     (package / "env" / "starcraft2" / "__init__.py").touch()
     (package / "env" / "starcraft2" / "maps" / "__init__.py").touch()
-    maps = "def get_smac_map_registry():\n    return {'toy': {}, 'toys': {}}\n"
+    maps = "def get_smac_map_registry():\n    return {'toy': {}, 'toys': {}, 'toyss': {}}\n"
     (package / "env" / "starcraft2" / "maps" / "smac_maps.py").write_text(maps)
+    (tmp_path / "game" / "Maps" / "SMAC_Maps").mkdir(parents=True)
+    monkeypatch.setenv("SC2PATH", str(tmp_path / "game"))
+    monkeypatch.delenv("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", raising=False)
+    q.smac_shape.cache_clear()
     monkeypatch.syspath_prepend(package.parent)
     for name in [name for name in sys.modules if name.split(".")[0] == "smac"]:
         monkeypatch.delitem(sys.modules, name)
     yield
+    q.smac_shape.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "smac"]:
         del sys.modules[name]
 
@@ -751,6 +795,32 @@ def test_a_run_on_games_with_processes_of_their_own(stand_in, call, tmp_path):
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children if Path(f"/proc/{pid}/cmdline").exists()]
     assert not [command for command in commands if b"spawn_main" in command]
+
+
+def test_a_game_is_gone_with_its_process(stand_in):
+    envs = q.make_envs(Args(env_id="smac/toyss"), 1)
+    envs.reset([1])
+    game = Path(os.environ["SC2PATH"], "pid").read_text()
+    assert Path("/proc", game).exists()
+    os.kill(envs.games[0][0].pid, signal.SIGKILL)
+    envs.close()
+    wait_for(lambda: not Path("/proc", game).exists() or "Z" in Path("/proc", game, "stat").read_text().split()[2])
+
+
+def test_a_replay_that_cannot_be_saved_is_no_secret(stand_in, tmp_path):
+    envs = q.make_envs(Args(env_id="smac/toyss"), 1, str(tmp_path / "replays"))
+    envs.reset([1])
+    with pytest.raises(OSError, match="no space"):
+        envs.save_replay()
+    envs.close()
+
+
+def test_without_the_game_the_error_says_what_to_install(stand_in, call, tmp_path, monkeypatch):
+    monkeypatch.setenv("SC2PATH", str(tmp_path / "elsewhere"))
+    result = call("qmix_smac", *SMALL, "--env-id", "smac/toy")
+    assert (result.status, result.stdout) == (2, "") and re.fullmatch(r"error: [^\n]+\n", result.stderr)
+    assert "elsewhere/Maps/SMAC_Maps" in result.stderr and "git+https" in result.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_map_that_smac_does_not_have(stand_in, call, tmp_path):
