@@ -715,12 +715,14 @@ def td_loss(q_network, target_network, pixels, actions, returns, discounts, weig
     L = 1/B \sum_i w_i Huber(\delta_i),   \delta_i = y - Q(s_t, a_t), [PER] Alg. 1, lines 11 and 13
     """
     obs, next_obs = pixels[:, :4], pixels[:, 4:]
-    with torch.no_grad():
-        next_obs = q_network.scale(next_obs)  # once for both networks
-        next_values = target_network(next_obs)  # (B, A)
-        best = (q_network(next_obs) if double else next_values).argmax(dim=-1, keepdim=True)
-        targets = returns + discounts * next_values.gather(1, best).squeeze(1)
-    values = q_network(obs).gather(1, actions[:, None]).squeeze(1)
+    # With --bf16 the parameters are turned into bfloat16 once in this context, not once for each of the two passes
+    with torch.autocast(pixels.device.type, torch.bfloat16, enabled=q_network.bf16):
+        values = q_network(obs).gather(1, actions[:, None]).squeeze(1)
+        with torch.no_grad():
+            next_obs = q_network.scale(next_obs)  # once for both networks
+            next_values = target_network(next_obs)  # (B, A)
+            best = (q_network(next_obs) if double else next_values).argmax(dim=-1, keepdim=True)
+            targets = returns + discounts * next_values.gather(1, best).squeeze(1)
     loss = (weights * F.smooth_l1_loss(values, targets, reduction="none")).mean()
     return loss, (targets - values).detach(), values.detach()
 
@@ -1025,6 +1027,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     games = Games(make_envs(args, N), args.episodic_life)
     num_actions = games.envs.single_action_space.n
     q_network, target_network = (QNetwork(num_actions, args.dueling, args.bf16).to(device) for _ in range(2))
+    if args.bf16:
+        target_network.to(torch.bfloat16)  # once, not at each pass: nothing small is ever added to its parameters
     target_network.load_state_dict(q_network.state_dict())
     optimizer = torch.optim.Adam(q_network.parameters(), fused=True)
     replay = Replay(args, device if args.replay_on_gpu else "cpu")
