@@ -45,7 +45,7 @@ def play(model: dict, fresh: bool) -> np.ndarray:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         sys.exit(__doc__)
     with open(ROOT / "benchmark" / "results" / "frozen_or_fresh.csv", "w", newline="") as file:
         writer = csv.writer(file)

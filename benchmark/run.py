@@ -222,6 +222,8 @@ def collect(run: Run, results_folder: Path) -> None:
         values = [value for _, value in points.get(tag, [])[-episodes:]]
         return f"{np.mean(values):.6g}" if values else ""
 
+    steps = max(step for tag in TAGS for step, _ in points.get(tag, [(0, 0)]))
+    tests = [won for step, won in points.get("eval/battle_won_rate", []) if step > 0.8 * steps]
     console = (run.folder / "console.txt").read_text(errors="replace") if (run.folder / "console.txt").exists() else ""
     scores = re.findall(r"^evaluation: \S+ \+- (\S+) over (\d+)", console, re.M)
     history = json.loads((run.folder / "run.json").read_text())["processes"]
@@ -230,12 +232,13 @@ def collect(run: Run, results_folder: Path) -> None:
         "env_id": run.env_id,
         "variant": run.variant,
         "seed": str(run.seed),
-        "total_steps": max(step for tag in TAGS for step, _ in points.get(tag, [(0, 0)])),
+        "total_steps": steps,
         "training_return": last("charts/episodic_return", episodes=100),
         "eval_return": last("eval/episodic_return", episodes=1),
         "eval_std": scores[-1][0] if scores else "",
         "eval_episodes": scores[-1][1] if scores else "",
         "eval_battle_won_rate": last("eval/battle_won_rate", episodes=1),
+        "tests_battle_won_rate": f"{np.mean(tests):.6g}" if tests else "",  # over the last fifth of the run
         "wall_seconds": round(sum(process["seconds"] for process in history)),
         "command": run.command,
     }

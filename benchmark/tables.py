@@ -41,7 +41,11 @@ OTHERS = {  # further tables of README, of results/<name>.csv: by which program,
         "frozen_or_fresh.py RUNS_FOLDER",
         "What trained policies return with the statistics that were saved (frozen), and with new ones",
     ),
-    "memory": ("memory.py -- a3c_atari.py --num-workers 2", "Memory of every process of a run over time"),
+    "memory": (
+        "memory.py --minutes 6 -- a3c_atari.py --num-workers 2 --checkpoint-interval 10000 --eval-interval 10000 "
+        "--eval-episodes 4 --max-episode-length 500",
+        "Memory of every process of a run over time, with an evaluation and a checkpoint every 10,000 steps",
+    ),
 }
 
 
@@ -83,11 +87,14 @@ def score_rows(runs: list[dict], references: list[dict]) -> list[list[str]]:
     """The table of scores: a row for each script, environment and variant."""
     table = []
     for (script, env_id, variant), rows in by(runs, "script", "env_id", "variant").items():
-        column = {name: [float(row[name]) for row in rows if row[name]] for name in rows[0] if "eval" in name}
+        names = ("eval_return", "eval_battle_won_rate", "tests_battle_won_rate")
+        column = {name: [float(row[name]) for row in rows if row.get(name)] for name in names}
         returns = [float(row["training_return"]) for row in rows if row["training_return"]]
         evaluation = interval(column["eval_return"]) if column["eval_return"] else ""
         if column["eval_battle_won_rate"]:
             evaluation += f"; battles won {interval(column['eval_battle_won_rate'])}"
+        if column["tests_battle_won_rate"]:
+            evaluation += f", and {interval(column['tests_battle_won_rate'])} in the tests of the last fifth of the run"
         published = [row for row in references if (row["script"], row["env_id"]) == (script, env_id)]
         scores = [
             number(float(row["score"]))
