@@ -58,7 +58,8 @@ Where this differs from the papers or from their program, PyMARL, and why:
   * An environment's end by the time limit is an end, as in PyMARL. Bootstrapping there (--bootstrap-timeouts) is what
     one would do elsewhere; here it teaches the team to run away, since a step without an end costs nothing.
   * PyMARL pads all episodes of a minibatch to the longest and masks; here they are ragged. Targets are computed without
-    a graph, and the GRU takes all steps in one call. Whole episodes are replayed, with hidden states from zeros on.
+    a graph, and what enters the GRU at all steps is multiplied at once. Whole episodes are replayed, with hidden states
+    from zeros on.
   * On SMAX the reward is ten times JaxMARL's: 10 for all damage, 10 for a victory, SMAC's scale. Its global state is
     normalised, as SMAC's is: positions by the map's size, cooldowns by the weapon's (as in the observations), types by
     their number. Its episodes have at most 101 steps: the limit is compared before the step is counted.
@@ -101,6 +102,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 import tyro
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.tensorboard import SummaryWriter
@@ -748,8 +750,31 @@ class Agent(nn.Module):
         `hidden` (1, B n, H) is the first one, zeros if None.
         """
         embedded = torch.relu(self.fc1(inputs)).flatten(0, 1)  # (R n, H)
-        packed, hidden = self.rnn(PackedSequence(embedded, sizes * self.n_agents), hidden)
-        return self.fc2(packed.data).unflatten(0, (-1, self.n_agents)), hidden
+        if embedded.requires_grad and not embedded.is_cuda:
+            outputs = self.unroll(embedded, (sizes * self.n_agents).tolist())
+        else:
+            packed, hidden = self.rnn(PackedSequence(embedded, sizes * self.n_agents), hidden)
+            outputs = packed.data
+        return self.fc2(outputs).unflatten(0, (-1, self.n_agents)), hidden
+
+    def unroll(self, embedded: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        r"""What `self.rnn` makes of a ragged sequence (R n, H) from zeros on, with the same parameters: (R n, H).
+
+        r, z = \sigma(W_i x + b_i + W_h h + b_h),   c = tanh(W_i x + b_i + r (W_h h + b_h)),   h' = (1 - z) c + z h
+
+        Trap: PyTorch's on the CPU slices the inputs at each step, and the gradient of each slice is as large as all.
+        """
+        rnn, H = self.rnn, self.rnn.hidden_size
+        from_inputs = F.linear(embedded, rnn.weight_ih_l0, rnn.bias_ih_l0).split(sizes)  # (B n, 3 H) at each time
+        hidden, outputs = embedded.new_zeros(sizes[0], H), []
+        for x, size in zip(from_inputs, sizes):
+            hidden = hidden[:size]  # shorter episodes have ended
+            h = F.linear(hidden, rnn.weight_hh_l0, rnn.bias_hh_l0)
+            r, z = torch.sigmoid(x[:, : 2 * H] + h[:, : 2 * H]).chunk(2, dim=1)
+            c = torch.tanh(torch.addcmul(x[:, 2 * H :], r, h[:, 2 * H :]))
+            hidden = torch.lerp(c, hidden, z)
+            outputs.append(hidden)
+        return torch.cat(outputs)
 
 
 class QMixer(nn.Module):

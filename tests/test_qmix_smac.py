@@ -146,7 +146,7 @@ def loss_by_loops(agent, mixer, target_agent, target_mixer, episodes, terminated
             for a in range(n):
                 legal = [u for u in range(A) if avail[t + 1, a, u]]
                 judge = mine if args.double_q else theirs
-                next_values.append(theirs[t + 1, a, max(legal, key=lambda u: float(judge[t + 1, a, u]))])
+                next_values.append(theirs[t + 1, a, max(legal, key=lambda u: judge[t + 1, a, u].item())])
             value = target_mixer(torch.stack(next_values)[None], state[t + 1][None])[0].detach()
             if y is not None:  # not the last step
                 value = (1 - args.td_lambda) * value + args.td_lambda * y
@@ -172,7 +172,7 @@ def test_loss_and_gradient_are_the_papers(mixer, flags):
     loss, parts = q.qmix_loss(*made, batch, args)
     chosen = [replay.episodes[i] for i in (5, 0, 1, 3, 2)]
     expected, target = loss_by_loops(*made, chosen, [replay.terminated[i] for i in (5, 0, 1, 3, 2)], args)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-9)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
     assert float(parts["losses/target_mean"]) == pytest.approx(float(target), rel=1e-9)
     parameters = [*made[0].parameters(), *made[1].parameters()]
     for mine, theirs in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters)):
