@@ -769,9 +769,10 @@ class Agent(nn.Module):
         hidden, outputs = embedded.new_zeros(sizes[0], H), []
         for x, size in zip(from_inputs, sizes):
             hidden = hidden[:size]  # shorter episodes have ended
-            h = F.linear(hidden, rnn.weight_hh_l0, rnn.bias_hh_l0)
-            r, z = torch.sigmoid(x[:, : 2 * H] + h[:, : 2 * H]).chunk(2, dim=1)
-            c = torch.tanh(torch.addcmul(x[:, 2 * H :], r, h[:, 2 * H :]))
+            x_rz, x_c = x.split([2 * H, H], dim=1)
+            h_rz, h_c = F.linear(hidden, rnn.weight_hh_l0, rnn.bias_hh_l0).split([2 * H, H], dim=1)
+            r, z = torch.sigmoid(x_rz + h_rz).chunk(2, dim=1)
+            c = torch.tanh(torch.addcmul(x_c, r, h_c))
             hidden = torch.lerp(c, hidden, z)
             outputs.append(hidden)
         return torch.cat(outputs)
