@@ -53,10 +53,10 @@ Where this differs from the papers or from their program, PyMARL, and why:
   * Defaults are PyMARL's for QMIX on SMAC, and so are names (but for learning_rate, max_grad_norm, total_timesteps and
     num_envs, as in the other scripts here), with these exceptions: 8 environments instead of one, with one update for
     each episode as before; epsilon annealed over 100,000 steps as in [TRICK], not 50,000; a learning rate that falls to
-    zero over the run (with --no-anneal-lr it is constant, and the policy does not settle); runs of 1M steps, not 2M.
+    zero over the run, as in ppo_continuous.py (--no-anneal-lr is PyMARL's constant one); runs of 1M steps, not 2M.
   * The hypernetworks have two layers, as PyMARL's now; [QMIX] has one layer for the weights.
   * An environment's end by the time limit is an end, as in PyMARL. Bootstrapping there (--bootstrap-timeouts) is what
-    one would do elsewhere; here it teaches the team to run away, since a step without an end costs nothing.
+    one would do elsewhere; here it may teach the team to run away, since a step without an end costs nothing.
   * PyMARL pads all episodes of a minibatch to the longest and masks; here they are ragged. Targets are computed without
     a graph, and what enters the GRU at all steps is multiplied at once. Whole episodes are replayed, with hidden states
     from zeros on.
@@ -747,10 +747,10 @@ class Agent(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Q (R, n, A) of inputs (R, n, ...), ragged: sizes (T,) rows at each time; and the last hidden (1, B n, H).
 
-        `hidden` (1, B n, H) is the first one, zeros if None.
+        `hidden` (1, B n, H) is the first one, zeros if None. The last one is None where the sequence was unrolled.
         """
         embedded = torch.relu(self.fc1(inputs)).flatten(0, 1)  # (R n, H)
-        if embedded.requires_grad and not embedded.is_cuda:
+        if hidden is None and embedded.requires_grad and not embedded.is_cuda:
             outputs = self.unroll(embedded, (sizes * self.n_agents).tolist())
         else:
             packed, hidden = self.rnn(PackedSequence(embedded, sizes * self.n_agents), hidden)
@@ -1076,7 +1076,8 @@ def play(
 def evaluate(args: Args, model: dict, run_folder: Path) -> tuple[list[float], list[bool]]:
     """Play `args.eval_episodes` greedy episodes, print returns and win rate, and give both for each.
 
-    `model` is a checkpoint or what model.pt holds. The episodes depend on args.seed alone and are none of training's.
+    `model` is a checkpoint or what model.pt holds. The episodes depend on args.seed and
+    the number of environments, and are none of training's.
     """
     real = args.env_id.startswith("smac/")
     replays = real and (args.save_replay or args.capture_video)
@@ -1517,8 +1518,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         save()
     envs.close()
     test_envs.close()
-    if len(replay) < args.batch_size:
-        print(f"note: with {len(replay)} episodes, fewer than --batch-size, nothing was learned", file=sys.stderr)
+    if not optimizer.state:
+        print("note: nothing was learned: fewer episodes than --batch-size have ended", file=sys.stderr)
     returns, won = evaluate(args, model(), run_folder)
     writer.add_scalar("eval/episodic_return", np.mean(returns), global_step)
     writer.add_scalar("eval/battle_won_rate", np.mean(won), global_step)

@@ -577,6 +577,27 @@ def test_a_few_steps_in_every_mode(call, tmp_path, flags):
     if "--no-checkpoint-replay" in flags:
         result = call("qmix_smac", "--resume", f"runs/{run_folder.name}", "--total-timesteps", "300")
         assert result.status == 0 and "the replay begins empty" in result.stderr
+        assert "nothing was learned" not in result.stderr  # in all
+
+
+def test_a_run_that_learned_nothing_says_so(call, tmp_path):
+    result = call("qmix_smac", *QUICK, "--batch-size", "24")
+    assert (result.status, result.stderr) == (
+        0,
+        "note: nothing was learned: fewer episodes than --batch-size have ended\n",
+    )
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_what_is_unrolled_for_a_gradient_is_what_the_gru_says(given):
+    args = Args()
+    agent = networks(args)[0]
+    batch = in_float64(random_replay([3, 1, 7]).batch([0, 1, 2], False))
+    inputs = agent.inputs(batch.obs, batch.actions.new_full(batch.obs.shape[:2], -1))
+    first = torch.randn(1, 3 * SHAPE.n_agents, args.rnn_hidden_dim, dtype=torch.float64) if given else None
+    values, _ = agent(inputs, batch.sizes, first)
+    with torch.no_grad():
+        torch.testing.assert_close(values, agent(inputs, batch.sizes, first)[0])
 
 
 def test_one_environment_drops_no_episode(call, tmp_path):
