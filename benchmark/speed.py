@@ -76,7 +76,9 @@ ROWS = {
             "Tianshou DQN with PER": "benchmark/peers.py tianshou_dqn --threads 2 --steps {steps}",
             "PFRL DQN with PER": "benchmark/peers.py pfrl_dqn --threads 2 --steps {steps}",
             "dqn_per_atari.py": DQN,
+            "dqn_per_atari.py --compile": DQN + " --compile",
             "dqn_per_atari.py --bf16": DQN + " --bf16",
+            "dqn_per_atari.py --bf16 --compile": DQN + " --bf16 --compile",
         },
     ),
 }

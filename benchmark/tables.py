@@ -124,17 +124,22 @@ def speed_rows(measured: list[dict]) -> list[list[str]]:
     """The table of speed: for each script, number of steps and processor the newest set of interleaved runs.
 
     A set are the rows of one day and one machine. Its rounds begin with the peer; one that was broken off is left out.
+    An older set is shown too where it has a program that no newer one has.
     """
     measured = [row | {"processor": row["machine"].split(", Python")[0]} for row in measured]
+    sets = []
+    for same in by(measured, "script", "steps", "processor").values():
+        shown = set()
+        for rows in reversed(by(same, "date", "machine").values()):
+            names = list(dict.fromkeys(row["name"] for row in rows))
+            rounds = [rows[i : i + len(names)] for i, row in enumerate(rows) if row["name"] == names[0]]
+            rounds = [each for each in rounds if [row["name"] for row in each] == names]
+            if rounds and not shown.issuperset(names):
+                shown.update(names)
+                sets.append((names, rounds))
     table = []
-    for (script, steps, _), rows in by(measured, "script", "steps", "processor").items():
-        newest = (rows[-1]["date"], rows[-1]["machine"])
-        rows = [row for row in rows if (row["date"], row["machine"]) == newest]
-        names = list(dict.fromkeys(row["name"] for row in rows))
-        rounds = [rows[i : i + len(names)] for i, row in enumerate(rows) if row["name"] == names[0]]
-        rounds = [each for each in rounds if [row["name"] for row in each] == names]
-        if not rounds:
-            continue
+    for names, rounds in sets:
+        script, steps, machine = (rounds[0][0][key] for key in ("script", "steps", "machine"))
         for i, name in enumerate(names):
             column = {
                 key: [float(each[i][key]) for each in rounds] for key in ("steps_per_second", "wall_seconds", "peak_mb")
@@ -142,9 +147,7 @@ def speed_rows(measured: list[dict]) -> list[list[str]]:
             ratios = [float(each[i]["steps_per_second"]) / float(each[0]["steps_per_second"]) for each in rounds]
             speed, wall, peak = (f"{statistics.median(values):,.0f}" for values in column.values())
             ratio = f"{statistics.median(ratios):.2f}"
-            table.append(
-                [script, name, f"{int(steps):,}", str(len(rounds)), speed, ratio, wall, peak, rows[0]["machine"]]
-            )
+            table.append([script, name, f"{int(steps):,}", str(len(rounds)), speed, ratio, wall, peak, machine])
     return table
 
 

@@ -304,6 +304,11 @@ def test_speed_table_takes_the_newest_whole_rounds():
         ["peer", "1,000", "3", "100", "1.00"],
         ["ours", "1,000", "3", "400", "3.00"],
     ]
+    older = [row("0", "peer", 50), row("0", "other", 25)]  # the only one with this program
+    assert [line[1:6] for line in tables.speed_rows(older + measured)][2:] == [
+        ["peer", "1,000", "1", "50", "1.00"],
+        ["other", "1,000", "1", "25", "0.50"],
+    ]
 
 
 @pytest.mark.parametrize("script", SMALL)
