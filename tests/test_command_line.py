@@ -44,6 +44,7 @@ WRONG_OF = {
         "gamma above 1": ("--gamma 1.001", "--gamma 1.001"),
         "lambda above 1": ("--gae-lambda 95", "--gae-lambda 95"),
         "clip of 1": ("--clip-coef 1", "--clip-coef 1"),
+        "log-std of inf": ("--log-std-init inf", "--log-std-init inf"),
     },
     "a2c_atari": {
         "no id": ("--env-id=", "no Atari game"),
@@ -73,10 +74,10 @@ WRONG_OF = {
     },
 }
 REFUSED = ("0", "-1", "nan", "inf", "-inf")  # by every flag that takes a number, but for:
-ACCEPTED = {"inf": {"target_kl"}}
+ACCEPTED = {"inf": {"target_kl"}, "-1": {"log_std_init"}}
 ACCEPTED["0"] = set(
     """seed gamma gae_lambda ent_coef vf_coef env_threads per_alpha per_beta eval_epsilon start_epsilon
-    middle_epsilon end_epsilon rmsprop_alpha""".split()
+    middle_epsilon end_epsilon rmsprop_alpha log_std_init""".split()
 )
 LIMITS = {
     "ppo_continuous": "--seed 0 --gamma 0 --gae-lambda 1 --ent-coef 0 --vf-coef 0 --target-kl inf",

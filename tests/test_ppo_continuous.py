@@ -286,6 +286,11 @@ def make_agent(obs_dim=5, action_dim=3, dtype=torch.float32):
     return agent
 
 
+def test_log_std_init_is_the_deviation_of_the_first_actions(tmp_path):
+    run = train(Follow, tmp_path, log_std_init=-1.5, learning_rate=1e-9, anneal_lr=False)
+    assert run.checkpoint["agent"]["log_std"].tolist() == pytest.approx([-1.5])
+
+
 @pytest.mark.parametrize("clip_vloss", [False, True])
 def test_loss_and_gradient_are_the_papers(clip_vloss):
     args = ppo.Args(clip_coef=0.2, ent_coef=0.01, vf_coef=0.7, clip_vloss=clip_vloss)
