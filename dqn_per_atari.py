@@ -91,6 +91,7 @@ import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -682,15 +683,21 @@ class Replay:
             self.tree.set(rows, priorities**self.args.per_alpha)
             self.max_priority = max(self.max_priority, float(priorities.max()))
 
+    def pieces(self) -> list[torch.Tensor]:
+        """Views of all frames so far, (K, 84, 84) each, of one game after the other in the order of time."""
+        rings = (self.frames[game : self.filled : len(self.games)] for game in self.games)
+        return [piece for ring in rings if len(ring) for piece in ring.split(PIECE)]
+
     def state_dict(self) -> dict:
         """The state between games. The frames are compressed in pieces: how far depends on the game."""
 
-        def pack(first: int) -> torch.Tensor:
-            piece = self.frames[first : min(first + PIECE, self.filled)].cpu().numpy()
-            return torch.frombuffer(bytearray(zlib.compress(piece, level=1)), dtype=torch.uint8)
+        def pack(piece: torch.Tensor) -> torch.Tensor:
+            frames = piece.cpu().numpy()
+            changes = np.concatenate([frames[:1], frames[1:] ^ frames[:-1]])  # Detail: nearly all of these are zero
+            return torch.frombuffer(bytearray(zlib.compress(changes, level=1)), dtype=torch.uint8)
 
         with ThreadPoolExecutor() as pool:
-            frames = list(pool.map(pack, range(0, self.filled, PIECE)))
+            frames = list(pool.map(pack, self.pieces()))
         state = {name: getattr(self, name) for name in ("filled", "released", "max_priority")}
         columns = {name: getattr(self, name)[: self.filled] for name in self.columns}
         columns |= {"leaves": self.tree[np.arange(self.filled)], "head": self.head}
@@ -703,9 +710,11 @@ class Replay:
             getattr(self, name)[: self.filled] = state[name].numpy()
         self.tree.set(np.arange(self.filled), state["leaves"].numpy())
         self.head[:] = state["head"].numpy()
-        for piece, data in zip(self.frames[: self.filled].split(PIECE), state["frames"]):
-            data = torch.frombuffer(bytearray(zlib.decompress(data.numpy())), dtype=torch.uint8)
-            piece.copy_(data.view(piece.shape))
+        for piece, data in zip(self.pieces(), state["frames"]):
+            frames = np.frombuffer(bytearray(zlib.decompress(data.numpy())), np.uint8).reshape(piece.shape)
+            for before, after in pairwise(frames):
+                after ^= before
+            piece.copy_(torch.from_numpy(frames))
 
 
 def td_loss(q_network, target_network, pixels, actions, returns, discounts, weights, double: bool) -> tuple:
