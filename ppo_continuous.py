@@ -373,7 +373,7 @@ class Agent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 1), std=1.0),
         )
-        self.log_std = nn.Parameter(torch.full((action_dim,), log_std_init))
+        self.log_std = nn.Parameter(torch.full((action_dim,), float(log_std_init)))
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the loss needs: log pi(a|s) (B,), the entropy () (the same for every state), and V(s) (B,).

@@ -6,7 +6,10 @@ Fresh statistics are what an evaluation has that loads the parameters alone and 
 the mean action on the same episodes. Writes results/frozen_or_fresh.csv, a row for each finished run of ppo_continuous.
 """
 
+import argparse
 import csv
+import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -45,18 +48,23 @@ def play(model: dict, fresh: bool) -> np.ndarray:
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs_folder", type=Path)
+    runs_folder = parser.parse_args().runs_folder
+    rows = []
+    for path in sorted(runs_folder.glob("ppo_continuous/*/runs/*/model.pt")):
+        model = ppo.read_checkpoint(path)
+        scores = [play(model, fresh) for fresh in (False, True)]
+        numbers = [f"{number:.2f}" for score in scores for number in (score.mean(), score.std())]
+        variant = shlex.join(json.loads((path.parents[2] / "run.json").read_text())["flags"])
+        rows.append([model["args"]["env_id"], variant, model["args"]["seed"], *numbers, EPISODES])
+        print(path.parents[2].name, *numbers, flush=True)
+    if not rows:
+        parser.error(f"there is no finished run of ppo_continuous in {runs_folder}")
     with open(ROOT / "benchmark" / "results" / "frozen_or_fresh.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["env_id", "variant", "seed", "frozen", "frozen_std", "fresh", "fresh_std", "episodes"])
-        for path in sorted(Path(sys.argv[1], "ppo_continuous").glob("*/runs/*/model.pt")):
-            model = ppo.read_checkpoint(path)
-            scores = [play(model, fresh) for fresh in (False, True)]
-            numbers = [f"{number:.2f}" for score in scores for number in (score.mean(), score.std())]
-            variant = "" if model["args"]["bootstrap_truncation"] else "--no-bootstrap-truncation"
-            writer.writerow([model["args"]["env_id"], variant, model["args"]["seed"], *numbers, EPISODES])
-            print(path.parents[2].name, *numbers, flush=True)
+        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     script, *arguments = args.command
+    if args.minutes < 1 or not (ROOT / script).is_file():
+        parser.error("--minutes must be at least 1, and the command one of the scripts with its flags")
     readings = []
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
@@ -51,6 +53,8 @@ def main() -> None:
             time.sleep(5)
             seconds = round(time.monotonic() - started)
             readings += [(seconds, number, resident_mb(pid)) for number, pid in enumerate(family(process.pid))]
+        if process.poll() is not None:
+            sys.exit(f"error: the run ended by itself, with status {process.returncode}, before its time")
         process.send_signal(signal.SIGINT)
         process.wait()
     marks = [round(12 * args.minutes * fifth) for fifth in range(1, 6)]

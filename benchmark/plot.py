@@ -91,7 +91,9 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
         path = results_folder / script / f"{run_name(row['env_id'], row['variant'], row['seed'])}.csv"
         if row["script"] == script and path.exists():
             panels[row["env_id"]][row["variant"]].append(path)
-    if not panels:
+    if not any(
+        row["tag"] == tag for panel in panels.values() for paths in panel.values() for row in read_csv(paths[0])
+    ):
         return None
     variants = sorted({variant for panel in panels.values() for variant in panel})  # the defaults, "", come first
     colours = {variant: COLOURS[i % len(COLOURS)] for i, variant in enumerate(variants)}
@@ -126,7 +128,8 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.locator_params("x", nbins=4, steps=[1, 2, 5, 10])
         if i + across >= len(panels):
-            axes.set_xlabel("agent steps (4 frames each)" if script.endswith("atari") else "agent steps")
+            unit = "environment steps" if script == "qmix_smac" else "agent steps"
+            axes.set_xlabel(f"{unit} (4 frames each)" if script.endswith("atari") else unit)
         if i % across == 0:
             axes.set_ylabel(LABELS[tag])
     lines = [Line2D([], [], color=colours[variant], linewidth=1.4) for variant in variants if seeds[variant]]
@@ -168,12 +171,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--results-folder", type=Path, default=ROOT / "benchmark" / "results")
     parser.add_argument("--figures-folder", type=Path, default=ROOT / "benchmark" / "figures")
     args = parser.parse_args(argv)
+    if args.bins < 1:
+        parser.error("--bins must be at least 1")
+    for folder in (args.results_folder, args.figures_folder):
+        if folder.exists() and not folder.is_dir():
+            parser.error(f"{folder} is no folder")
     found = sorted({row["script"] for row in read_csv(args.results_folder / "runs.csv")})
+    if not found:
+        parser.error(f"there are no results in {args.results_folder}")
     with matplotlib.rc_context(STYLE):
         for script in args.scripts or found:
             tag = args.tag or TAGS.get(script, TAG)
             if not (figure := draw(script, args.results_folder, args.columns, tag, args.bins)):
-                sys.exit(f"error: there are no results of {script} in {args.results_folder}")
+                sys.exit(f"error: there are no results of {script} in {args.results_folder}, or none with {tag}")
             args.figures_folder.mkdir(parents=True, exist_ok=True)
             print(*save(figure, args.figures_folder / script), sep="\n")
 

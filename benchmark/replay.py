@@ -1,6 +1,6 @@
 """What prioritised replay costs: adding 8 transitions, drawing 32, and writing 32 priorities, beside cpprb (C++).
 
-    python benchmark/replay.py            # about a minute on a quiet machine; the larger replay takes 7.5 GB
+    python benchmark/replay.py            # some minutes on a quiet machine; the larger replay takes 7.5 GB
 
 Each row is a full replay; times are medians of single calls on one thread. "The tree" stores nothing but priorities,
 and so does cpprb here (one byte per transition). "The replay" is the whole of it: single frames written, and stacks of

@@ -372,10 +372,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--collect", action="store_true", help="run nothing, collect all that is finished")
     args = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
     if args.collect:
+        if not args.runs_folder.is_dir():
+            parser.error(f"there is no folder {args.runs_folder}")
         return collect_all(args.runs_folder.resolve(), args.results_folder)
     if not args.scripts or not args.env_ids or args.jobs < 1:
         parser.error("--scripts and --env-ids are needed, and --jobs of at least 1")
-    if own := {"--env-id", "--seed", "--resume", "--evaluate"} & {flag.split("=")[0] for flag in flags}:
+    if own := {"--env-id", "--seed", "--resume", "--evaluate"} & {f.split("=")[0].replace("_", "-") for f in flags}:
         parser.error(f"{', '.join(sorted(own))} cannot stand behind --: this program sets it")
     runs = [
         Run(script, env_id, seed, flags, args.runs_folder.resolve())
@@ -386,6 +388,11 @@ def main(argv: list[str]) -> int:
     if args.print:
         print("\n".join(run.command for run in runs))
         return 0
+    for folder in (args.runs_folder, args.results_folder):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"{folder} is no folder and cannot be made one: {error.strerror}")
     return execute(runs, args.jobs, args.results_folder)
 
 

@@ -142,16 +142,23 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, help="rounds, 5 unless told")
     parser.add_argument("--programs", nargs="+", help="words of names: only these programs (the first is the peer)")
     parser.add_argument("--full", action="store_true", help="whole runs, once each unless --repeats is given")
     args = parser.parse_args()
-    repeats = 1 if args.full and "--repeats" not in sys.argv else args.repeats
+    repeats = (1 if args.full else 5) if args.repeats is None else args.repeats
+    words = args.programs or [""]
+    if repeats < 1:
+        parser.error("--repeats must be at least 1")
+    for script in args.scripts:
+        if not any(word in name for name in ROWS[script][3] for word in words):
+            parser.error(
+                f"no program of {script} has one of these words in its name; there are {list(ROWS[script][3])}"
+            )
     date = datetime.datetime.now().isoformat(sep=" ", timespec="minutes")  # marks the runs of one table
     print(machine())
     for script in args.scripts:
         steps, warmup, whole, commands = ROWS[script]
-        words = args.programs or [""]
         commands = {name: command for name, command in commands.items() if any(word in name for word in words)}
         steps = whole if args.full else steps
         runs = {name: [] for name in commands}

@@ -11,6 +11,7 @@ each script's `Args`, further tables from the results of the other programs here
 import argparse
 import ast
 import re
+import shlex
 import statistics
 import sys
 from collections import defaultdict
@@ -20,17 +21,21 @@ from pathlib import Path
 import numpy as np
 from plot import bootstrap, iqm
 from run import ROOT, read_csv
+from speed import ROWS
 
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 NO_HYPERPARAMETERS = """exp_name seed torch_deterministic cuda strict_cuda torch_threads env_threads compile track
     wandb_project_name wandb_entity capture_video save_model upload_model hf_entity log_interval resume evaluate"""
 SCORES = ["script", "environment", "variant", "steps", "seeds"]
 SCORES += ["training return", "IQM", "evaluation", "published", "source", "wall time"]
-SPEED = ["script", "program", "agent steps", "runs", "steps/s", "ratio", "wall s", "peak MB", "machine"]
+SPEED = ["script", "program", "steps", "rounds", "steps/s", "ratio", "wall s", "peak MB", "machine"]
 AVERAGES = """Training return: the mean of a seed's last 100 training episodes (whole games, unclipped), then the mean
 over seeds, and from five seeds on also their interquartile mean (IQM). Evaluation: the mean over the episodes played
 after training, then over seeds. In brackets: 95 % bootstrap intervals over seeds. Published: as its source states it,
 with the deviation over seeds. Wall time: the mean of whole runs, pauses excluded."""
+SPEEDS = """Speed: start and warm-up excluded, the programs in turn, medians over the rounds. Ratio: to the table's
+first program, of each round, the median (least to most). Wall seconds: of the whole process. Peak: of its largest
+process."""
 
 
 OTHERS = {  # further tables of README, of results/<name>.csv: by which program, and what they are
@@ -46,6 +51,14 @@ OTHERS = {  # further tables of README, of results/<name>.csv: by which program,
         "--eval-episodes 4 --max-episode-length 500",
         "Memory of every process of a run over time, with an evaluation and a checkpoint every 10,000 steps",
     ),
+}
+
+
+WHAT = {  # rows of speed.py that are not the script of this name in agent steps: what they are, and the unit
+    "qmix_smac_3m": ("`qmix_smac.py` on 3m", "environment steps"),
+    "qmix_smac_2s3z": ("`qmix_smac.py` on 2s3z", "environment steps"),
+    "qmix_updates_3m": ("Updates of `qmix_smac.py` at the sizes that 3m has in SMAC", "updates"),
+    "qmix_updates_2s3z": ("Updates of `qmix_smac.py` at the sizes that 2s3z has in SMAC", "updates"),
 }
 
 
@@ -120,10 +133,10 @@ def score_rows(runs: list[dict], references: list[dict]) -> list[list[str]]:
     return table
 
 
-def speed_rows(measured: list[dict]) -> list[list[str]]:
-    """The table of speed: for each script, number of steps and processor the newest set of interleaved runs.
+def speed_tables(measured: list[dict]) -> list[list[list[str]]]:
+    """Tables of speed: for each script, number of steps and processor the newest set of interleaved runs.
 
-    A set are the rows of one day and one machine. Its rounds begin with the peer; one that was broken off is left out.
+    A set are the rows of one call of speed.py. Its rounds begin with the peer; one that was broken off is left out.
     An older set is shown too where it has a program that no newer one has.
     """
     measured = [row | {"processor": row["machine"].split(", Python")[0]} for row in measured]
@@ -137,8 +150,9 @@ def speed_rows(measured: list[dict]) -> list[list[str]]:
             if rounds and not shown.issuperset(names):
                 shown.update(names)
                 sets.append((names, rounds))
-    table = []
+    tables = []
     for names, rounds in sets:
+        tables.append([])
         script, steps, machine = (rounds[0][0][key] for key in ("script", "steps", "machine"))
         for i, name in enumerate(names):
             column = {
@@ -147,8 +161,22 @@ def speed_rows(measured: list[dict]) -> list[list[str]]:
             ratios = [float(each[i]["steps_per_second"]) / float(each[0]["steps_per_second"]) for each in rounds]
             speed, wall, peak = (f"{statistics.median(values):,.0f}" for values in column.values())
             ratio = f"{statistics.median(ratios):.2f}"
-            table.append([script, name, f"{int(steps):,}", str(len(rounds)), speed, ratio, wall, peak, machine])
-    return table
+            if i and len(rounds) > 1:
+                ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
+            tables[-1].append([script, name, f"{int(steps):,}", str(len(rounds)), speed, ratio, wall, peak, machine])
+    return tables
+
+
+def speed_command(table: list[list[str]]) -> str:
+    """The command that measured a table."""
+    script, _, steps, rounds, *_ = table[0]
+    command = f"python benchmark/speed.py --scripts {script} --repeats {rounds}"
+    if script in ROWS:
+        _, _, whole, commands = ROWS[script]
+        command += " --full" if steps == f"{whole:,}" else ""
+        names = [row[1] for row in table]
+        command += "" if names == list(commands) else f" --programs {shlex.join(names)}"
+    return command
 
 
 def hyperparameter_rows(script: Path) -> list[list[str]]:
@@ -223,7 +251,7 @@ def other_table(rows: list[dict]) -> str:
 def results_section(
     runs: list[dict],
     scores: list[list[str]],
-    speed: list[list[str]],
+    speed: list[list[list[str]]],
     figures: list[Path],
     others: dict[str, list[dict]],
 ) -> str:
@@ -238,13 +266,11 @@ def results_section(
         text += f"![Learning curves of {figure.stem}.py]({stem}.png)\n\n"
         text += f"Learning curves of `{figure.stem}.py` ([PDF]({stem}.pdf), [SVG]({stem}.svg)), drawn by\n"
         text += f"`python benchmark/plot.py --scripts {figure.stem}`.\n\n"
-    for (machine, script), rows in by([dict(zip(SPEED, row)) for row in speed], "machine", "script").items():
-        table = [[row[name] for name in SPEED[1:-1]] for row in rows]
-        text += (
-            f"Speed of `{script}.py` in agent steps per second, start and warm-up excluded: medians of interleaved\n"
-        )
-        text += f"runs, ratios to the first program ({machine}; `python benchmark/speed.py --scripts {script}`).\n\n"
-        text += f"{markdown(SPEED[1:-1], table)}\n"
+    text += f"{SPEEDS}\n\n" if speed else ""
+    for table in speed:
+        title, unit = WHAT.get(table[0][0], (f"`{table[0][0]}.py`", "agent steps"))
+        text += f"{title} in {unit} ({table[0][-1]}):\n\n```bash\n{speed_command(table)}\n```\n\n"
+        text += f"{markdown(SPEED[1:-1], [row[1:-1] for row in table])}\n"
     for name, rows in others.items():
         program, what = OTHERS[name]
         text += f"{what} (`python benchmark/{program}`):\n\n{other_table(rows)}\n"
@@ -270,11 +296,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--figures-folder", type=Path, default=benchmark / "figures")
     parser.add_argument("--tables-folder", type=Path, default=benchmark / "tables")
     args = parser.parse_args(argv)
+    if not args.readme.is_file() or not args.results_folder.is_dir():
+        parser.error(f"{args.readme} must be a file and {args.results_folder} a folder")
+    if args.tables_folder.exists() and not args.tables_folder.is_dir():
+        parser.error(f"{args.tables_folder} is no folder")
 
     runs = read_csv(args.results_folder / "runs.csv")
     scores = score_rows(runs, read_csv(benchmark / "references.csv"))
-    speed = speed_rows(read_csv(args.results_folder / "speed.csv"))
-    tables = {"scores": (SCORES, scores, "lllrrrrrrlr"), "speed": (SPEED, speed, "llrrrrrrl")}
+    speed = speed_tables(read_csv(args.results_folder / "speed.csv"))
+    tables = {
+        "scores": (SCORES, scores, "lllrrrrrrlr"),
+        "speed": (SPEED, [row for table in speed for row in table], "llrrrrrrl"),
+    }
     for script in sorted(ROOT.glob("*.py")):
         header = ["argument", "default", "meaning"]
         tables[f"hyperparameters_{script.stem}"] = (header, hyperparameter_rows(script), r"llp{0.6\linewidth}")

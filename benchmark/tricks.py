@@ -59,7 +59,7 @@ def a2c_programs() -> dict:
     """The convolutions of a batch of 80, there and back."""
 
     def trunk(layout: torch.memory_format) -> None:
-        agent.trunk(pixels.to(torch.float32, memory_format=layout) / 255).sum().backward()
+        agent.trunk(pixels.contiguous(memory_format=layout).float().div_(255)).sum().backward()
 
     agent = a2c.Agent(4)
     pixels = torch.randint(256, (80, 4, 84, 84), dtype=torch.uint8)

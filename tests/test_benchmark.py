@@ -161,7 +161,7 @@ def test_print_gives_the_plain_commands(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("flags", ["", "--jobs 0", "-- --seed 3", "-- --resume=x"])
+@pytest.mark.parametrize("flags", ["", "--jobs 0", "-- --seed 3", "-- --resume=x", "-- --env_id=x"])
 def test_wrong_calls_are_refused(flags, tmp_path, capsys):
     selection = ["--scripts", "ppo_continuous"] + (["--env-ids", "Hopper-v4"] if flags else [])
     with pytest.raises(SystemExit, match="2"):
@@ -265,7 +265,14 @@ def test_committed_tables_and_readme_are_what_the_results_give(tmp_path):
     assert (benchmark / "tables").exists() or not (benchmark / "results" / "runs.csv").exists()
 
 
+def test_a_misspelt_results_folder_changes_nothing(tmp_path):
+    with pytest.raises(SystemExit):
+        make_tables(tmp_path, tmp_path / "nothing")
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+
+
 def test_tables_without_results_are_empty_and_stable(tmp_path):
+    (tmp_path / "nothing").mkdir()
     assert make_tables(tmp_path, tmp_path / "nothing") == 0
     assert make_tables(tmp_path, tmp_path / "nothing", "--check") == 0
     assert len((tmp_path / "tables" / "scores.md").read_text().splitlines()) == 2
@@ -300,12 +307,14 @@ def test_speed_table_takes_the_newest_whole_rounds():
 
     today = [row("2", name, speed) for name, speed in zip(["peer", "ours"] * 3, [100, 300, 200, 400, 100, 500])]
     measured = [row("1", "peer", 1), row("1", "ours", 9), *today, row("2", "peer", 7)]
-    assert [line[1:6] for line in tables.speed_rows(measured)] == [
+    (newest,) = tables.speed_tables(measured)
+    assert [line[1:6] for line in newest] == [
         ["peer", "1,000", "3", "100", "1.00"],
-        ["ours", "1,000", "3", "400", "3.00"],
+        ["ours", "1,000", "3", "400", "3.00 (2.00 to 5.00)"],
     ]
     older = [row("0", "peer", 50), row("0", "other", 25)]  # the only one with this program
-    assert [line[1:6] for line in tables.speed_rows(older + measured)][2:] == [
+    assert tables.speed_tables(older + measured)[0] == newest
+    assert [line[1:6] for line in tables.speed_tables(older + measured)[1]] == [
         ["peer", "1,000", "1", "50", "1.00"],
         ["other", "1,000", "1", "25", "0.50"],
     ]
