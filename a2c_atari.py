@@ -335,7 +335,7 @@ class Games:
         self.fire = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
 
     def reset(self, seeds: list[int]) -> np.ndarray:
-        """Begin all games anew. Returns the observations (N, 4, 84, 84)."""
+        """Begin all games anew. Returns the observations (N, frames, rows, columns)."""
         pixels, info = self.envs.reset(seed=np.array(seeds))
         self.frames = info["episode_frame_number"]
         self.new_life = np.ones(len(seeds), bool)
@@ -756,7 +756,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     batch_size = T * N
     global_step = checkpoint["global_step"] if checkpoint else 0
     last_step = global_step + max(0, math.ceil((args.total_timesteps - global_step) / batch_size)) * batch_size
-    if last_step != args.total_timesteps:
+    if last_step != args.total_timesteps > global_step:
         batches = f"{last_step // batch_size:,} batches of {batch_size:,}"
         print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({batches})", file=sys.stderr)
     device = choose_device(args)
@@ -901,6 +901,9 @@ def main() -> None:
     try:
         args, checkpoint = parse_args()
         args.check()
+        if checkpoint and args.conv3_filters != checkpoint["args"]["conv3_filters"]:
+            filters = f"--conv3-filters {args.conv3_filters}"
+            fail(f"{filters} does not fit the network of {args.resume or args.evaluate}")
         make_envs(args, 1).close()  # what is wrong with the game is said before anything is written
         check_services(args)
         if args.evaluate:

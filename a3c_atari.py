@@ -36,10 +36,10 @@ towards the returns, entropy is kept up) and applies it to the shared model at o
     \theta          shared.theta       (P,)             all parameters of the shared model in one vector
     \theta'         theta              (P,)             the worker's copy of it, fixed during a rollout
     d\theta         grad               (P,)             gradient of one rollout with respect to theta'
-    g               square_avg         (P,)             moving average of squared gradients, [A3C] Sec. 4, Eq. (8)
+    g               square_avg         (P,)             moving average of squared gradients, [A3C] Sec. 4
     T               global_step                         steps of all workers together, `shared.steps.sum()`
     t_max           num_steps                           longest rollout; the end of an episode ends it too
-    s_t             pixels             (1, 1, 42, 42)   one frame, uint8 (four with --no-lstm)
+    s_t             pixels             (1, 1, 55, 42)   one frame, uint8 (four with --no-lstm, 42 rows with --no-crop)
     h_t, c_t        state              (1, 256) each    of the LSTM
     a_t, r_t        actions, rewards   (t,), (t, 1)     index of a joystick position; reward clipped to [-1, 1]
     R               returns            (t, 1)           n-step return, [A3C] Alg. S3
@@ -56,7 +56,7 @@ Where this differs from the paper or from common practice, and why:
   * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than t small ones.
   * Frames, network, Adam and its rate, 20 steps and the clipping of gradients are those of pytorch-a3c; the paper has
     84x84 frames, RMSprop (--optimizer rmsprop; its average starts at one, as TensorFlow's), 5 steps and no clipping.
-    Each frame is normalised by its own mean and deviation; pytorch-a3c's running averages would be lost on saving.
+    Each observation is normalised by its own mean and deviation; pytorch-a3c loses its running averages on saving.
   * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
   * Rewards are clipped for learning only; what is logged is the whole game's score. On the first step of each life FIRE
     is pressed for the agent, which is not credited to the policy: Breakout would otherwise wait for ever.
@@ -143,7 +143,7 @@ class Args:
     capture_video: bool = False
     """if toggled, videos of the first game of worker 0 after each checkpoint and of the evaluation, in colour"""
     save_model: bool = True
-    """if toggled, the trained parameters and statistics are saved as model.pt in the run folder"""
+    """if toggled, the trained parameters are saved as model.pt in the run folder"""
     upload_model: bool = False
     """if toggled, the saved model and its card are uploaded to the Hugging Face hub"""
     hf_entity: str = ""
@@ -265,8 +265,12 @@ def parse_args() -> tuple[Args, dict | None]:
     return args, checkpoint
 
 
-def check_optimizer(args: Args, saved: dict) -> None:
-    """Refuse to go on with the averages of another optimiser, or of other workers."""
+def check_saved(args: Args, saved: dict) -> None:
+    """Refuse another network, and to go on with the averages of another optimiser, or of other workers."""
+    if args.lstm != saved["lstm"]:
+        fail(f"--{'' if args.lstm else 'no-'}lstm does not fit the network of {args.resume or args.evaluate}")
+    if args.evaluate:
+        return
     for name in ("optimizer", "shared_optimizer", *(() if args.shared_optimizer else ("num_workers",))):
         if getattr(args, name) != saved[name]:
             fail(f"--{name.replace('_', '-')} cannot change on resuming: the optimiser's averages are of {saved[name]}")
@@ -346,7 +350,7 @@ def make_envs(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv
         "img_width": 42,
         "stack_num": 1 if args.lstm else 4,
         "full_action_space": False,
-        "noop_max": 30,  # a game begins with up to 30 idle frames
+        "noop_max": 30,  # a game begins with fewer than 30 idle frames
         "use_fire_reset": True,
         "max_num_frames_per_episode": 4 * args.max_episode_length,  # then the game is truncated
         "reward_clipping": False,  # Trap: True, the default, loses the game's score
@@ -371,7 +375,7 @@ class Games:
         self.fire = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
 
     def reset(self, seeds: list[int]) -> np.ndarray:
-        """Begin all games anew. Returns the observations (N, 4, 84, 84)."""
+        """Begin all games anew. Returns the observations (N, frames, rows, columns)."""
         pixels, info = self.envs.reset(seed=np.array(seeds))
         self.frames = info["episode_frame_number"]
         self.new_life = np.ones(len(seeds), bool)
@@ -533,7 +537,7 @@ def a3c_loss(
     returns: torch.Tensor,
     args: Args,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    r"""The loss of a rollout of t steps, whose gradient is minus d\theta and d\theta_v of [A3C] Alg. S3: sums, no mean.
+    r"""The loss of a rollout of t steps. Its gradient is -d\theta, and d\theta_v times vf_coef / 2, of [A3C] Alg. S3.
 
     \log\pi(a|s) A + \beta H(\pi) for the policy; half of (R - V)^2, times vf_coef, for the value function.
 
@@ -642,6 +646,7 @@ def evaluate(args: Args, model: dict, run_folder: Path, watch: Callable[[], None
     if args.capture_video:
         film(args, seeds[0], first_game, run_folder / "videos" / f"evaluation-step-{model['global_step']}.mp4")
     kind = "greedy actions" if args.greedy else "sampled actions"
+    print("\r\x1b[K" if sys.stdout.isatty() else "", end="")  # over the line of the training that goes on
     print(
         f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} games of {kind}, "
         f"{np.mean(lengths):,.0f} steps long, at step {model['global_step']:,}"
@@ -894,7 +899,7 @@ def actor_learner(
 
         if turns:
             turns.acquire()
-        # theta' = theta. Others may write meanwhile: a mixture of two versions is no worse than the older one ([HOG])
+        # theta' = theta. Others may write meanwhile: a mixture of two versions is as welcome as either ([HOG], no lock)
         learning_rate = args.learning_rate * (1 - steps.sum() / args.total_timesteps if args.anneal_lr else 1)
         theta.copy_(shared.theta)
 
@@ -937,7 +942,7 @@ def actor_learner(
         if not grad_norm.isfinite():
             raise FloatingPointError(f"the gradient is not finite at step {steps.sum():,}")
         grad.mul_((args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
-        if ended:
+        if over[0]:
             state = agent.initial_state(1)
 
         # The gradient with respect to theta' is applied to theta, which others may have moved since: [A3C] Alg. S3
@@ -1119,6 +1124,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             worker.kill()
         for worker in workers:
             worker.join()
+        # Trap: a semaphore that is still there when the process exits at once is complained about
+        turns = arguments = None
 
     returns, length = evaluate(args, model(), run_folder)
     writer.add_scalar("eval/episodic_return", np.mean(returns), global_step)
@@ -1140,8 +1147,8 @@ def main() -> None:
     try:
         args, checkpoint = parse_args()
         args.check()
-        if args.resume:
-            check_optimizer(args, checkpoint["args"])
+        if checkpoint:
+            check_saved(args, checkpoint["args"])
         make_envs(args, 1).close()  # what is wrong with the game is said before anything is written
         check_services(args)
         if args.evaluate:

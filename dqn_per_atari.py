@@ -408,7 +408,7 @@ class Games:
         self.fire = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
 
     def reset(self, seeds: list[int]) -> np.ndarray:
-        """Begin all games anew. Returns the observations (N, 4, 84, 84)."""
+        """Begin all games anew. Returns the observations (N, frames, rows, columns)."""
         pixels, info = self.envs.reset(seed=np.array(seeds))
         self.frames = info["episode_frame_number"]
         self.new_life = np.ones(len(seeds), bool)
@@ -1025,7 +1025,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     steps = T * N
     global_step = checkpoint["global_step"] if checkpoint else 0
     last_step = global_step + max(0, math.ceil((args.total_timesteps - global_step) / steps)) * steps
-    if last_step != args.total_timesteps:
+    if last_step != args.total_timesteps > global_step:
         iterations = f"{last_step // steps:,} iterations of {steps:,}"
         print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({iterations})", file=sys.stderr)
     device = choose_device(args)

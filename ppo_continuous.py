@@ -789,7 +789,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     batch_size = T * N
     global_step = checkpoint["global_step"] if checkpoint else 0
     last_step = global_step + max(0, math.ceil((args.total_timesteps - global_step) / batch_size)) * batch_size
-    if last_step != args.total_timesteps:
+    if last_step != args.total_timesteps > global_step:
         batches = f"{last_step // batch_size:,} batches of {batch_size:,}"
         print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({batches})", file=sys.stderr)
     device = choose_device(args)

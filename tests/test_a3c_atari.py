@@ -576,15 +576,23 @@ def test_numbers_that_explode(tmp_path):
     assert "Traceback" not in assert_over(run, tmp_path, 1, line, seconds=60).stderr
 
 
-def test_other_averages_cannot_be_resumed(tmp_path, reference, capsys, monkeypatch):
+def test_another_network_or_other_averages_are_refused(tmp_path, reference, capsys, monkeypatch):
     folder = str(reference[0])
     before = {path: path.read_bytes() for path in reference[0].iterdir()}
-    for flags in ("--optimizer rmsprop", "--no-shared-optimizer"):
-        monkeypatch.setattr(sys, "argv", ["a3c_atari.py", "--resume", folder, *flags.split()])
+    wrong = [
+        "--resume --optimizer rmsprop",
+        "--resume --no-shared-optimizer",
+        "--resume --no-lstm",
+        "--evaluate --no-lstm",
+    ]
+    for way, *flags in map(str.split, wrong):
+        monkeypatch.setattr(sys, "argv", ["a3c_atari.py", way, folder, *flags])
         with pytest.raises(SystemExit) as exit_:
             a3c.main()
         message = capsys.readouterr().err.splitlines()[-1]
-        assert exit_.value.code == 2 and re.match(rf"error: {flags.split()[0].replace('no-', '')}", message)
+        assert exit_.value.code == 2 and re.match(
+            rf"error: --(no-)?{flags[0].removeprefix('--').removeprefix('no-')} ", message
+        )
     assert before == {path: path.read_bytes() for path in reference[0].iterdir()}
 
 

@@ -277,6 +277,16 @@ def test_another_environment_cannot_be_evaluated_or_resumed(call, finished, tmp_
     assert not list(tmp_path.iterdir()) and files_below(run_folder) == before
 
 
+def test_another_network_is_refused(call, finished, tmp_path, script):
+    flags = {"a2c_atari": "--conv3-filters 5", "dqn_per_atari": "--no-dueling"}.get(script, "--env-id Another-v1")
+    _, run_folder = finished
+    before = files_below(run_folder)
+    for flag in ("--resume", "--evaluate"):
+        result = call(script, flag, str(run_folder), *flags.split())
+        assert result.status == 2 and re.search(r"^error: [^\n]*\n\Z", result.stderr, re.M)
+    assert not list(tmp_path.iterdir()) and files_below(run_folder) == before
+
+
 # Right calls
 
 
