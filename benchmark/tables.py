@@ -269,7 +269,7 @@ def results_section(
     text += f"{SPEEDS}\n\n" if speed else ""
     for table in speed:
         title, unit = WHAT.get(table[0][0], (f"`{table[0][0]}.py`", "agent steps"))
-        text += f"{title} in {unit} ({table[0][-1]}):\n\n```bash\n{speed_command(table)}\n```\n\n"
+        text += f"{title}, steps are {unit} ({table[0][-1]}):\n\n```bash\n{speed_command(table)}\n```\n\n"
         text += f"{markdown(SPEED[1:-1], [row[1:-1] for row in table])}\n"
     for name, rows in others.items():
         program, what = OTHERS[name]
