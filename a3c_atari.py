@@ -637,7 +637,9 @@ def evaluate(args: Args, model: dict, run_folder: Path, watch: Callable[[], None
         games.press_fire(actions)
         if playing[0]:
             first_game.append(int(actions[0]))
-        pixels, rewards, _, _, over, _, _ = games.step(actions)
+        pixels, rewards, lost, _, over, _, _ = games.step(actions)
+        if args.episodic_life:  # as in training, where a life is an episode
+            state = tuple(part * torch.from_numpy(~lost).to(part)[:, None] for part in state)
         returns += rewards * playing
         lengths += playing
         playing &= ~over
@@ -942,7 +944,7 @@ def actor_learner(
         if not grad_norm.isfinite():
             raise FloatingPointError(f"the gradient is not finite at step {steps.sum():,}")
         grad.mul_((args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
-        if over[0]:
+        if ended:
             state = agent.initial_state(1)
 
         # The gradient with respect to theta' is applied to theta, which others may have moved since: [A3C] Alg. S3

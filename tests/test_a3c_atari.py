@@ -641,3 +641,29 @@ def test_a_worker_on_the_gpu_computes_the_same(tmp_path):
     for rollout, update in zip(tape.rollouts(), tape.updates):
         expected, _, state = papers_gradient(tape, update["before"], rollout, state)
         assert torch.linalg.norm(update["grad"] - expected) < 1e-3 * torch.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("episodic_life", [False, True])
+def test_an_evaluation_forgets_where_training_does(tmp_path, monkeypatch, episodic_life):
+    """With --episodic-life at each lost life, else at the beginning only: two games of Breakout, side by side."""
+    states, lost = [], [np.ones(2, bool)]
+
+    class Games(a3c.Games):
+        def step(self, actions):
+            result = super().step(actions)
+            lost.append(result[2])
+            return result
+
+    def step(agent, pixels, state, plain=a3c.Agent.step):
+        states.append(state[0].abs().sum(1).numpy() == 0)
+        return plain(agent, pixels, state)
+
+    monkeypatch.setattr(a3c, "Games", Games)
+    monkeypatch.setattr(a3c.Agent, "step", step)
+    args = a3c.Args(
+        env_id="BreakoutNoFrameskip-v4", episodic_life=episodic_life, eval_episodes=2, max_episode_length=150
+    )
+    a3c.evaluate(args, {"agent": a3c.Agent(4).state_dict(), "global_step": 0}, tmp_path)
+    lost = np.array(lost[:-1])
+    assert lost[1:].any() and states[0].all()
+    np.testing.assert_array_equal(states[1:], lost[1:] & episodic_life)
