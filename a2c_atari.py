@@ -69,6 +69,7 @@ and lose on a busy one. Scores and speeds: README.md.
 
 import contextlib
 import difflib
+import importlib.util
 import io
 import json
 import math
@@ -187,7 +188,8 @@ class Args:
         """Refuse values that cannot work, in one line."""
         counts = "num_envs num_steps total_timesteps conv3_filters log_interval"
         for names, condition, holds in (
-            (f"{counts} torch_threads checkpoint_interval eval_episodes", "at least 1", lambda value: value >= 1),
+            (f"{counts} checkpoint_interval eval_episodes", "at least 1", lambda value: value >= 1),
+            ("torch_threads", "between 1 and 1024", lambda value: 1 <= value <= 1024),
             ("env_threads", "zero or more", lambda value: value >= 0),
             ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
             ("learning_rate max_grad_norm rmsprop_eps", "positive and finite", lambda value: 0 < value < math.inf),
@@ -205,7 +207,8 @@ class Args:
 
 def fail(message: object, status: int = 2) -> NoReturn:
     """Print one line on standard error and exit. Status 2: a wrong call; 1: a run that cannot go on."""
-    print("error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+    behind = "\n" if status == 1 and sys.stdout.isatty() else ""  # the line of progress
+    print(behind + "error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 
@@ -247,7 +250,10 @@ def parse_args() -> tuple[Args, dict | None]:
 
 
 def check_services(args: Args) -> None:
-    """Refuse a compiler, a device or a login that is asked for and not there."""
+    """Refuse a package, a compiler, a device or a login that is asked for and not there."""
+    for flag, package in (("track", "wandb"), ("upload_model", "huggingface_hub"), ("capture_video", "moviepy")):
+        if getattr(args, flag) and not importlib.util.find_spec(package):
+            fail(f"--{flag.replace('_', '-')} needs a package: pip install {package}")
     on_gpu = args.cuda and torch.cuda.is_available()
     if args.cuda and args.strict_cuda and not on_gpu:
         fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
@@ -257,8 +263,11 @@ def check_services(args: Args) -> None:
         if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
             import wandb
 
-            with contextlib.redirect_stderr(io.StringIO()):
-                logged_in = wandb.login(prompt=False)
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    logged_in = wandb.login(prompt=False)
+            except wandb.Error as error:
+                fail(f"--track: {error}")
             if not logged_in:
                 fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
         if args.upload_model:
@@ -579,7 +588,9 @@ def write_atomically(path: Path, content: dict | str) -> None:
 
 
 def save_checkpoint(run_folder: Path, state: dict) -> None:
-    """Write checkpoint_{global_step}.pt and keep the last two."""
+    """Write checkpoint_{global_step}.pt and keep the last two. Raises FloatingPointError, before it writes anything."""
+    if not all(tensor.isfinite().all() for tensor in state["agent"].values()):
+        raise FloatingPointError(f"the parameters are not finite at step {state['global_step']:,}")
     write_atomically(run_folder / f"checkpoint_{state['global_step']}.pt", state)
     for path in checkpoints(run_folder)[:-2]:
         path.unlink()
@@ -726,7 +737,7 @@ def finish_tracking(run_folder: Path) -> None:
 
 
 def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
-    """Upload model.pt, the arguments and a model card to the Hugging Face hub."""
+    """Upload model.pt, the arguments and a model card to the Hugging Face hub, or say why they were not."""
     from huggingface_hub import HfApi
 
     name = f"{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}"
@@ -743,11 +754,14 @@ Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {S
 {json.dumps(vars(args), indent=2)}
 ```
 """
-    api = HfApi()
-    repo_id = api.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True).repo_id
-    api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id)
-    for file in ("model.pt", "args.json"):
-        api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
+    try:
+        api = HfApi()
+        repo_id = api.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True).repo_id
+        api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id)
+        for file in ("model.pt", "args.json"):
+            api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
+    except Exception as error:  # no network, no right: the hub's library has many kinds
+        fail(f"the model is in {run_folder}, but was not uploaded: {error}", status=1)
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
@@ -886,11 +900,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     writer.add_scalar("eval/episodic_return", np.mean(scores), global_step)
     if args.save_model:
         write_atomically(run_folder / "model.pt", model())
-    if args.upload_model:
-        upload_model(args, run_folder, scores)
     writer.close()
     if args.track:
         finish_tracking(run_folder)
+    if args.upload_model:
+        upload_model(args, run_folder, scores)
 
 
 def main() -> None:
@@ -928,8 +942,8 @@ def main() -> None:
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish(exit_code=status)
         os._exit(status)  # at once, whatever compilers and other threads are at
-    except (FloatingPointError, OSError) as error:
-        fail(f"{error}{how_to_resume(run_folder)}", status=1)
+    except (FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        fail(f"{str(error) or 'no memory is left'}{how_to_resume(run_folder)}", status=1)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0",
-#     "gymnasium[box2d]==1.3.0",
+#     "gymnasium==1.3.0",
 #     "ale-py==0.12.1",
 #     "numpy==2.4.6",
 #     "tyro==1.0.17",
@@ -63,9 +63,8 @@ Where this differs from the papers or from common practice, and why:
   * At each checkpoint all games are cut off and begin anew with a seed made of (seed, global_step), interrupted there
     or not: emulators cannot save their state. All else is in the checkpoint, and resuming is exact to the bit.
 
-While a run goes on, a file live.json in its folder changes its learning rate: {"learning_rate": 5e-5}; a checkpoint
-follows. Steps are agent steps, four frames each. Two torch threads pay on a quiet machine and lose on a busy one.
-Scores and speeds: README.md.
+While a run goes on, a file live.json in its folder changes its learning rate: {"learning_rate": 5e-5}. Steps are agent
+steps, four frames each. Two torch threads pay on a quiet machine and lose on a busy one. Scores and speeds: README.md.
 
     python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4           # writes runs/BreakoutNoFrameskip-v4__dqn_per_...
     python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...  # goes on after an interruption, exactly
@@ -75,6 +74,7 @@ Scores and speeds: README.md.
 import contextlib
 import ctypes
 import difflib
+import importlib.util
 import io
 import json
 import math
@@ -192,7 +192,7 @@ class Args:
     replay_on_gpu: bool = False
     """if toggled, the replay's frames are on the GPU (all of its memory is taken at once)"""
     learning_starts: int = 16_384
-    """transitions in the replay before the first update"""
+    """transitions stored before the first update"""
     per_alpha: float = 0.6
     """alpha: how much priorities count (0: uniform)"""
     per_beta: float = 0.4
@@ -217,7 +217,8 @@ class Args:
         counts = "num_envs num_steps total_timesteps updates batch_size n_step buffer_size learning_starts"
         intervals = "checkpoint_interval log_interval target_interval"
         for names, condition, holds in (
-            (f"{counts} {intervals} torch_threads eval_episodes", "at least 1", lambda value: value >= 1),
+            (f"{counts} {intervals} eval_episodes", "at least 1", lambda value: value >= 1),
+            ("torch_threads", "between 1 and 1024", lambda value: 1 <= value <= 1024),
             ("env_threads", "zero or more", lambda value: value >= 0),
             ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
             ("learning_rate max_grad_norm", "positive and finite", lambda value: 0 < value < math.inf),
@@ -235,8 +236,9 @@ class Args:
         if self.middle_fraction > self.end_fraction:
             fail(f"--middle-fraction {self.middle_fraction} is more than --end-fraction {self.end_fraction}")
         waiting = self.num_envs * self.n_step  # for their successors: at most so many cannot be drawn yet
-        if self.learning_starts > min(self.buffer_size, self.total_timesteps - waiting):
-            limits = f"--buffer-size {self.buffer_size} and --total-timesteps {self.total_timesteps}"
+        most = min(self.buffer_size, self.total_timesteps - waiting)
+        if self.learning_starts > most:
+            limits = f"--buffer-size {self.buffer_size} and --total-timesteps {self.total_timesteps}: at most {most}"
             fail(f"--learning-starts {self.learning_starts} is never reached with {limits}")
         least = 2 * self.num_envs * (self.n_step + 4)
         if self.buffer_size < least:
@@ -245,7 +247,8 @@ class Args:
 
 def fail(message: object, status: int = 2) -> NoReturn:
     """Print one line on standard error and exit. Status 2: a wrong call; 1: a run that cannot go on."""
-    print("error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+    behind = "\n" if status == 1 and sys.stdout.isatty() else ""  # the line of progress
+    print(behind + "error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 
@@ -287,7 +290,10 @@ def parse_args() -> tuple[Args, dict | None]:
 
 
 def check_services(args: Args) -> None:
-    """Refuse a compiler, a device or a login that is asked for and not there."""
+    """Refuse a package, a compiler, a device or a login that is asked for and not there."""
+    for flag, package in (("track", "wandb"), ("upload_model", "huggingface_hub"), ("capture_video", "moviepy")):
+        if getattr(args, flag) and not importlib.util.find_spec(package):
+            fail(f"--{flag.replace('_', '-')} needs a package: pip install {package}")
     on_gpu = args.cuda and torch.cuda.is_available()
     if args.cuda and args.strict_cuda and not on_gpu:
         fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
@@ -297,8 +303,11 @@ def check_services(args: Args) -> None:
         if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
             import wandb
 
-            with contextlib.redirect_stderr(io.StringIO()):
-                logged_in = wandb.login(prompt=False)
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    logged_in = wandb.login(prompt=False)
+            except wandb.Error as error:
+                fail(f"--track: {error}")
             if not logged_in:
                 fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
         if args.upload_model:
@@ -344,9 +353,9 @@ def check_memory(args: Args) -> str:
     available = torch.cuda.mem_get_info()[0] if args.replay_on_gpu else available_memory()
     needed = replay_bytes(args)
     text = f"--buffer-size {args.buffer_size} takes {needed / 1e9:.1f} GB of {where} when full"
-    if needed > available:
-        most = int(0.99 * args.buffer_size * available / needed)
-        fail(f"{text}, and there are {available / 1e9:.1f} GB: at most --buffer-size {most}")
+    if needed > 0.9 * available:  # the rest is for the networks and for checkpoints, which hold all in a packed form
+        most = int(0.89 * args.buffer_size * available / needed)
+        fail(f"{text}, and there are {available / 1e9:.1f} GB, a tenth for the rest: at most --buffer-size {most}")
     return f"note: {text}" if needed > 1e8 else ""
 
 
@@ -523,13 +532,13 @@ class SumTree:
         return self.nodes[self.first_leaf :][leaves]
 
     def set(self, leaves: np.ndarray, values: np.ndarray | float) -> None:
-        """Write values (K,), none negative, to leaves (K,); of a leaf named twice the last one stays.
+        """Write values (K,) to leaves (K,); of a leaf named twice the last one stays.
 
-        Sums are computed anew from both children: nothing drifts. Raises FloatingPointError where a value is not
-        finite: a single NaN in the root, and every draw would be the first leaf, without a word.
+        Sums are computed anew from both children: nothing drifts. Raises FloatingPointError where a value is negative
+        or not finite: a single NaN in the root, and every draw would be the first leaf, without a word.
         """
         if not (np.isfinite(values) & (np.asarray(values) >= 0)).all():
-            raise FloatingPointError("a priority is not finite")
+            raise FloatingPointError("a priority is negative or not finite")
         nodes = self.first_leaf + leaves
         self.nodes[nodes] = values
         for _ in range(self.depth):
@@ -616,7 +625,7 @@ class Replay:
         self.filled = max(self.filled, int(rows.max(initial=-1)) + 1)
         self.head[games] = self.later(rows, 1)
         self.age[games] += 1
-        # What stood there is gone, and the three rows that follow it have lost a frame of their stack
+        # What stood there is gone, and the three rows that follow it may have lost a frame of their stack
         self.tree.set(self.later(rows[:, None], np.arange(4)).ravel(), 0.0)
         return rows
 
@@ -680,11 +689,13 @@ class Replay:
         """Priorities p_i = |delta_i| + eps of rows (B,): [PER] Alg. 1, line 12. Raises FloatingPointError."""
         if self.args.prioritized:
             priorities = td_errors.abs().double().cpu().numpy() + 1e-6
+            if not np.isfinite(priorities).all():
+                raise FloatingPointError("a TD error is not finite: does a smaller --learning-rate help?")
             self.tree.set(rows, priorities**self.args.per_alpha)
             self.max_priority = max(self.max_priority, float(priorities.max()))
 
     def pieces(self) -> list[torch.Tensor]:
-        """Views of all frames so far, (K, 84, 84) each, of one game after the other in the order of time."""
+        """Views of all frames so far, (K, 84, 84) each, of one game after the other in the order of the rows."""
         rings = (self.frames[game : self.filled : len(self.games)] for game in self.games)
         return [piece for ring in rings if len(ring) for piece in ring.split(PIECE)]
 
@@ -696,7 +707,7 @@ class Replay:
             changes = np.concatenate([frames[:1], frames[1:] ^ frames[:-1]])  # Detail: nearly all of these are zero
             return torch.frombuffer(bytearray(zlib.compress(changes, level=1)), dtype=torch.uint8)
 
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # each holds 60 MB
             frames = list(pool.map(pack, self.pieces()))
         state = {name: getattr(self, name) for name in ("filled", "released", "max_priority")}
         columns = {name: getattr(self, name)[: self.filled] for name in self.columns}
@@ -803,7 +814,9 @@ def write_atomically(path: Path, content: dict | str) -> None:
 
 
 def save_checkpoint(run_folder: Path, state: dict) -> None:
-    """Write checkpoint_{global_step}.pt and keep the last two."""
+    """Write checkpoint_{global_step}.pt and keep the last two. Raises FloatingPointError, before it writes anything."""
+    if not all(tensor.isfinite().all() for tensor in state["agent"].values()):
+        raise FloatingPointError(f"the parameters are not finite at step {state['global_step']:,}")
     write_atomically(run_folder / f"checkpoint_{state['global_step']}.pt", state)
     for path in checkpoints(run_folder)[:-2]:
         path.unlink()
@@ -968,7 +981,7 @@ def finish_tracking(run_folder: Path) -> None:
 
 
 def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
-    """Upload model.pt, the arguments and a model card to the Hugging Face hub."""
+    """Upload model.pt, the arguments and a model card to the Hugging Face hub, or say why they were not."""
     from huggingface_hub import HfApi
 
     name = f"{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}"
@@ -985,38 +998,47 @@ Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {S
 {json.dumps(vars(args), indent=2)}
 ```
 """
-    api = HfApi()
-    repo_id = api.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True).repo_id
-    api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id)
-    for file in ("model.pt", "args.json"):
-        api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
+    try:
+        api = HfApi()
+        repo_id = api.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True).repo_id
+        api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id)
+        for file in ("model.pt", "args.json"):
+            api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
+    except Exception as error:  # no network, no right: the hub's library has many kinds
+        fail(f"the model is in {run_folder}, but was not uploaded: {error}", status=1)
 
 
-def read_live(path: Path, args: Args, live: dict, global_step: int) -> bool:
+def read_live(path: Path, args: Args, live: dict, global_step: int) -> None:
     """Take over the learning rate in live.json where the file has changed, and say so; nonsense is named and ignored.
 
-    Changes `args`, and `live`: the file's text as it was last read, and all changes [step, before, after]. Returns
-    whether the rate is another now.
+    Changes `args`, and `live`: the file's text as it was last read, and all changes [step, before, after]. They are
+    also on record in live_changes.json, at once: a run that is resumed from before a change makes it at the same step.
     """
-    text, before = "", live["text"]
+    record, known, text, before = path.with_name("live_changes.json"), live, "", live["text"]
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(record.read_text())
     with contextlib.suppress(OSError):
-        text = path.read_text(errors="replace")
-    live["text"] = text
-    if text in ("", before):
-        return False
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    again = known["changes"][len(live["changes"]) :]
+    if again and global_step < again[0][0]:
+        return
+    live["text"] = known["text"] if again else text
+    if not again and text in ("", before):
+        return
     try:
-        ((name, rate),) = json.loads(text).items()
+        ((name, rate),) = {"learning_rate": again[0][2]}.items() if again else json.loads(text).items()
         rate = float(rate) if name == "learning_rate" and type(rate) in (int, float) else math.nan
     except (ValueError, AttributeError, OverflowError, RecursionError):
         rate = math.nan
     if not 0 < rate < math.inf:
         print(f'\nnote: {path} is ignored: it must be like {{"learning_rate": {args.learning_rate}}}', file=sys.stderr)
-    elif rate != args.learning_rate:
-        print(f"\nnote: {path} at step {global_step:,}: {args.learning_rate} -> {rate}", file=sys.stderr)
+    elif again or rate != args.learning_rate:
+        change = f"the learning rate at step {global_step:,}: {args.learning_rate} -> {rate}"
         live["changes"].append([global_step, args.learning_rate, rate])
         args.learning_rate = rate
-        return True
-    return False
+        if not again:
+            write_atomically(record, json.dumps(live))
+        print(f"\nnote: {path} changes {change}", file=sys.stderr)
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
@@ -1139,7 +1161,6 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         if iteration % args.target_interval == 0:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
-        changed = False
         if iteration % args.log_interval == 0 or global_step == last_step:
             scalars = {
                 "charts/learning_rate": args.learning_rate,
@@ -1160,9 +1181,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             for tag, scalar in scalars.items():
                 writer.add_scalar(tag, scalar, global_step)
             progress.show(global_step, recent_returns)
-            changed = read_live(run_folder / "live.json", args, live, global_step)
-        # Trap: without a checkpoint, a run that is resumed from before a change would take it over too early
-        if changed or global_step // args.checkpoint_interval > (global_step - steps) // args.checkpoint_interval:
+            read_live(run_folder / "live.json", args, live, global_step)
+        if global_step // args.checkpoint_interval > (global_step - steps) // args.checkpoint_interval:
             replay.cut(pixels[:, -1])
             save()
             pixels = None
@@ -1175,11 +1195,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     writer.add_scalar("eval/episodic_return", np.mean(returns), global_step)
     if args.save_model:
         write_atomically(run_folder / "model.pt", model())
-    if args.upload_model:
-        upload_model(args, run_folder, returns)
     writer.close()
     if args.track:
         finish_tracking(run_folder)
+    if args.upload_model:
+        upload_model(args, run_folder, returns)
 
 
 def main() -> None:
@@ -1219,8 +1239,8 @@ def main() -> None:
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish(exit_code=status)
         os._exit(status)  # at once, whatever compilers and other threads are at
-    except (FloatingPointError, OSError) as error:
-        fail(f"{error}{how_to_resume(run_folder)}", status=1)
+    except (FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        fail(f"{str(error) or 'no memory is left'}{how_to_resume(run_folder)}", status=1)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ Where this differs from common practice, and why:
     HalfCheetah a lie at every 1000th step; `--no-bootstrap-truncation` does the same.
   * One set of running statistics serves all environments, is saved with the parameters and is frozen in evaluation.
   * The environments are a plain list, stepped and reset in this file: no row of an automatic reset can enter the batch.
-  * At each checkpoint the environments are reset with a seed made of (seed, global_step), whether or not the run is
-    interrupted there. Simulators cannot save their state; so nothing needs it, and resuming is exact to the bit.
+  * At each checkpoint the environments are made anew and reset with a seed made of (seed, global_step), interrupted
+    there or not. Simulators cannot save their state; so nothing needs it, and resuming is exact to the bit.
 
 The CPU is the default: the networks are so small that a GPU waits most of the time (no GPU figure was measured yet).
 So is one thread of torch: two gain nothing and lose much on a busy machine. Steps are agent steps. Scores: README.md.
@@ -115,7 +115,7 @@ class Args:
     wandb_entity: str | None = None
     """the entity (user or team) of the tracked run"""
     capture_video: bool = False
-    """if toggled, videos of the first environment and of the evaluation are written to the run folder"""
+    """if toggled, videos of the first episode after each checkpoint and of the evaluation, in the run folder"""
     save_model: bool = True
     """if toggled, the trained parameters and statistics are saved as model.pt in the run folder"""
     upload_model: bool = False
@@ -175,7 +175,8 @@ class Args:
         """Refuse values that cannot work, in one line."""
         counts = "num_envs num_steps num_minibatches update_epochs total_timesteps"
         for names, condition, holds in (
-            (f"{counts} torch_threads checkpoint_interval eval_episodes", "at least 1", lambda value: value >= 1),
+            (f"{counts} checkpoint_interval eval_episodes", "at least 1", lambda value: value >= 1),
+            ("torch_threads", "between 1 and 1024", lambda value: 1 <= value <= 1024),
             ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
             ("learning_rate max_grad_norm", "positive and finite", lambda value: 0 < value < math.inf),
             ("target_kl", "positive", lambda value: value is None or value > 0),
@@ -198,7 +199,8 @@ class Args:
 
 def fail(message: object, status: int = 2) -> NoReturn:
     """Print one line on standard error and exit. Status 2: a wrong call; 1: a run that cannot go on."""
-    print("error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+    behind = "\n" if status == 1 and sys.stdout.isatty() else ""  # the line of progress
+    print(behind + "error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 
@@ -240,7 +242,10 @@ def parse_args() -> tuple[Args, dict | None]:
 
 
 def check_services(args: Args) -> None:
-    """Refuse a compiler, a device or a login that is asked for and not there."""
+    """Refuse a package, a compiler, a device or a login that is asked for and not there."""
+    for flag, package in (("track", "wandb"), ("upload_model", "huggingface_hub"), ("capture_video", "moviepy")):
+        if getattr(args, flag) and not importlib.util.find_spec(package):
+            fail(f"--{flag.replace('_', '-')} needs a package: pip install {package}")
     on_gpu = args.cuda and torch.cuda.is_available()
     if args.cuda and args.strict_cuda and not on_gpu:
         fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
@@ -250,8 +255,11 @@ def check_services(args: Args) -> None:
         if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
             import wandb
 
-            with contextlib.redirect_stderr(io.StringIO()):
-                logged_in = wandb.login(prompt=False)
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    logged_in = wandb.login(prompt=False)
+            except wandb.Error as error:
+                fail(f"--track: {error}")
             if not logged_in:
                 fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
         if args.upload_model:
@@ -332,8 +340,9 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
 
 
 def record(env: gym.Env, run_folder: Path, name: str) -> gym.Env:
-    """Film episodes 0, 1, 8, 27, ... 1000, 2000, ... of the environment, into the run folder."""
-    return gym.wrappers.RecordVideo(env, str(run_folder / "videos"), name_prefix=name, disable_logger=True)
+    """Film the first episode of the environment, into the run folder."""
+    folder = str(run_folder / "videos")
+    return gym.wrappers.RecordVideo(env, folder, lambda episode: episode == 0, name_prefix=name, disable_logger=True)
 
 
 def reset_seeds(seed: int, *key: int, num: int) -> list[int]:
@@ -612,7 +621,9 @@ def write_atomically(path: Path, content: dict | str) -> None:
 
 
 def save_checkpoint(run_folder: Path, state: dict) -> None:
-    """Write checkpoint_{global_step}.pt and keep the last two."""
+    """Write checkpoint_{global_step}.pt and keep the last two. Raises FloatingPointError, before it writes anything."""
+    if not all(tensor.isfinite().all() for tensor in state["agent"].values()):
+        raise FloatingPointError(f"the parameters are not finite at step {state['global_step']:,}")
     write_atomically(run_folder / f"checkpoint_{state['global_step']}.pt", state)
     for path in checkpoints(run_folder)[:-2]:
         path.unlink()
@@ -759,7 +770,7 @@ def finish_tracking(run_folder: Path) -> None:
 
 
 def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
-    """Upload model.pt, the arguments and a model card to the Hugging Face hub."""
+    """Upload model.pt, the arguments and a model card to the Hugging Face hub, or say why they were not."""
     from huggingface_hub import HfApi
 
     name = f"{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}"
@@ -776,11 +787,14 @@ Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {S
 {json.dumps(vars(args), indent=2)}
 ```
 """
-    api = HfApi()
-    repo_id = api.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True).repo_id
-    api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id)
-    for file in ("model.pt", "args.json"):
-        api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
+    try:
+        api = HfApi()
+        repo_id = api.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True).repo_id
+        api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id)
+        for file in ("model.pt", "args.json"):
+            api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
+    except Exception as error:  # no network, no right: the hub's library has many kinds
+        fail(f"the model is in {run_folder}, but was not uploaded: {error}", status=1)
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
@@ -796,9 +810,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the noise and the minibatches
 
-    envs = [make_env(args.env_id, render=args.capture_video and i == 0) for i in range(N)]
-    if args.capture_video:
-        envs[0] = record(envs[0], run_folder, f"train-from-{global_step}")
+    envs = [make_env(args.env_id)]  # for its spaces
     low, high = envs[0].action_space.low, envs[0].action_space.high
     obs_dim, action_dim = len(envs[0].observation_space.low), len(low)
 
@@ -869,6 +881,12 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
     while global_step < last_step:
         if next_obs is None:  # at the start and after each checkpoint
+            for env in envs:
+                env.close()
+            # Trap: a reset is not enough. It leaves traces in some environments (Box2D's walker keeps its world)
+            envs = [make_env(args.env_id, render=args.capture_video and i == 0) for i in range(N)]
+            if args.capture_video:
+                envs[0] = record(envs[0], run_folder, f"train-from-{global_step}")
             for i, env_seed in enumerate(reset_seeds(args.seed, global_step, num=N)):
                 raw_obs[i], _ = envs[i].reset(seed=env_seed)
             obs_stats.update(raw_obs)
@@ -975,11 +993,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     writer.add_scalar("eval/episodic_return", np.mean(returns), global_step)
     if args.save_model:
         write_atomically(run_folder / "model.pt", model())
-    if args.upload_model:
-        upload_model(args, run_folder, returns)
     writer.close()
     if args.track:
         finish_tracking(run_folder)
+    if args.upload_model:
+        upload_model(args, run_folder, returns)
 
 
 def main() -> None:
@@ -993,6 +1011,9 @@ def main() -> None:
         # What is wrong with the environment is said before anything is written
         make_env(args.env_id, render=args.capture_video).close()
         check_services(args)
+        begun = checkpoint["args"].get("log_std_init", 0.0) if args.resume else args.log_std_init
+        if begun != args.log_std_init:
+            fail(f"--log-std-init {args.log_std_init} has no effect on {args.resume}, which has begun with {begun}")
         if args.evaluate:
             path = Path(args.evaluate)
             evaluate(args, checkpoint, path if path.is_dir() else path.parent)
@@ -1015,8 +1036,8 @@ def main() -> None:
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish(exit_code=status)
         os._exit(status)  # at once, whatever compilers and other threads are at
-    except (FloatingPointError, OSError) as error:
-        fail(f"{error}{how_to_resume(run_folder)}", status=1)
+    except (FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        fail(f"{str(error) or 'no memory is left'}{how_to_resume(run_folder)}", status=1)
 
 
 if __name__ == "__main__":

@@ -222,7 +222,8 @@ class Args:
         counts = "num_envs total_timesteps buffer_size batch_size rnn_hidden_dim mixing_embed_dim hypernet_embed"
         intervals = "checkpoint_interval test_interval log_interval target_update_interval epsilon_anneal_time"
         for names, condition, holds in (
-            (f"{counts} {intervals} torch_threads", "at least 1", lambda value: value >= 1),
+            (f"{counts} {intervals}", "at least 1", lambda value: value >= 1),
+            ("torch_threads", "between 1 and 1024", lambda value: 1 <= value <= 1024),
             ("eval_episodes test_nepisode", "at least 1", lambda value: value >= 1),
             ("save_model_interval load_step", "zero or more", lambda value: value >= 0),
             ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
@@ -240,7 +241,7 @@ class Args:
         if self.total_timesteps < self.num_envs:
             fail(f"--total-timesteps {self.total_timesteps} is less than one step of --num-envs {self.num_envs}")
         if self.total_timesteps < self.batch_size:
-            fail(f"--total-timesteps {self.total_timesteps} is never a --batch-size of {self.batch_size} episodes")
+            fail(f"--total-timesteps {self.total_timesteps} is less than --batch-size {self.batch_size} episodes have")
         if self.batch_size > self.buffer_size:
             sizes = f"--batch-size {self.batch_size} is more than --buffer-size {self.buffer_size}"
             fail(f"{sizes}: nothing would be learned")
@@ -252,7 +253,8 @@ class Args:
 
 def fail(message: object, status: int = 2) -> NoReturn:
     """Print one line on standard error and exit. Status 2: a wrong call; 1: a run that cannot go on."""
-    print("error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+    behind = "\n" if status == 1 and sys.stdout.isatty() else ""  # the line of progress
+    print(behind + "error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 
@@ -294,7 +296,10 @@ def parse_args() -> tuple[Args, dict | None]:
 
 
 def check_services(args: Args) -> None:
-    """Refuse a compiler, a device or a login that is asked for and not there."""
+    """Refuse a package, a compiler, a device or a login that is asked for and not there."""
+    for flag, package in (("track", "wandb"), ("upload_model", "huggingface_hub"), ("capture_video", "moviepy")):
+        if getattr(args, flag) and not importlib.util.find_spec(package):
+            fail(f"--{flag.replace('_', '-')} needs a package: pip install {package}")
     on_gpu = args.cuda and torch.cuda.is_available()
     if args.cuda and args.strict_cuda and not on_gpu:
         fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
@@ -304,8 +309,11 @@ def check_services(args: Args) -> None:
         if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
             import wandb
 
-            with contextlib.redirect_stderr(io.StringIO()):
-                logged_in = wandb.login(prompt=False)
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    logged_in = wandb.login(prompt=False)
+            except wandb.Error as error:
+                fail(f"--track: {error}")
             if not logged_in:
                 fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
         if args.upload_model:
@@ -391,9 +399,12 @@ def import_smax() -> tuple:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the GPU is torch's
     # Trap: jaxmarl's import looks for other environments, says so, and in this one sets sys.stdout and sys.stderr anew
     sys.modules["jaxmarl.environments.mabrax"] = None
-    with contextlib.redirect_stdout(io.StringIO()):
-        from jaxmarl.environments.smax.heuristic_enemy_smax_env import HeuristicEnemySMAX
-        from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            from jaxmarl.environments.smax.heuristic_enemy_smax_env import HeuristicEnemySMAX
+            from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO
+    except ImportError as error:
+        fail(f"SMAX needs packages: pip install jaxmarl==0.2.0 jax==0.10.2 ({error})")
     return HeuristicEnemySMAX, MAP_NAME_TO_SCENARIO
 
 
@@ -1124,7 +1135,9 @@ def write_atomically(path: Path, content: dict | str) -> None:
 
 
 def save_checkpoint(run_folder: Path, state: dict) -> None:
-    """Write checkpoint_{global_step}.pt and keep the last two."""
+    """Write checkpoint_{global_step}.pt and keep the last two. Raises FloatingPointError, before it writes anything."""
+    if not all(tensor.isfinite().all() for tensor in state["agent"].values()):
+        raise FloatingPointError(f"the parameters are not finite at step {state['global_step']:,}")
     write_atomically(run_folder / f"checkpoint_{state['global_step']}.pt", state)
     for path in checkpoints(run_folder)[:-2]:
         path.unlink()
@@ -1176,14 +1189,20 @@ def load_nearest(run_folder: Path, step: int) -> dict:
     found = {path: int(path.stem.split("_")[1]) for path in found if path.stem.split("_")[1].isdecimal()}
     if not found:
         fail(f"{run_folder} holds no saved step of {SCRIPT}.py")
+    problems = []
     # Of the same step the checkpoint, which comes later, holds more
-    path = min(reversed(found), key=lambda path: abs(found[path] - step))
-    if found[path] != step:
-        print(f"note: the saved step that is nearest to {step:,} is {found[path]:,}", file=sys.stderr)
-    try:
-        return read_checkpoint(path)
-    except ValueError as error:
-        fail(error)
+    for path in sorted(reversed(found), key=lambda path: abs(found[path] - step)):
+        try:
+            checkpoint = read_checkpoint(path)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            print(f"note: {problem}; using {path.name}", file=sys.stderr)
+        if found[path] != step:
+            print(f"note: the saved step that is nearest to {step:,} is {found[path]:,}", file=sys.stderr)
+        return checkpoint
+    fail("; ".join(problems))
 
 
 def how_to_resume(run_folder: Path | None) -> str:
@@ -1289,7 +1308,7 @@ def finish_tracking(run_folder: Path) -> None:
 
 
 def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
-    """Upload model.pt, the arguments and a model card to the Hugging Face hub."""
+    """Upload model.pt, the arguments and a model card to the Hugging Face hub, or say why they were not."""
     from huggingface_hub import HfApi
 
     name = f"{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}"
@@ -1306,11 +1325,14 @@ Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {S
 {json.dumps(vars(args), indent=2)}
 ```
 """
-    api = HfApi()
-    repo_id = api.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True).repo_id
-    api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id)
-    for file in ("model.pt", "args.json"):
-        api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
+    try:
+        api = HfApi()
+        repo_id = api.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True).repo_id
+        api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id)
+        for file in ("model.pt", "args.json"):
+            api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
+    except Exception as error:  # no network, no right: the hub's library has many kinds
+        fail(f"the model is in {run_folder}, but was not uploaded: {error}", status=1)
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
@@ -1525,11 +1547,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     writer.add_scalar("eval/battle_won_rate", np.mean(won), global_step)
     if args.save_model:
         write_atomically(run_folder / "model.pt", model())
-    if args.upload_model:
-        upload_model(args, run_folder, returns)
     writer.close()
     if args.track:
         finish_tracking(run_folder)
+    if args.upload_model:
+        upload_model(args, run_folder, returns)
 
 
 def main() -> None:
@@ -1555,8 +1577,8 @@ def main() -> None:
             return
         check_replay_size(args, envs.shape)
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        # A run that goes back to an earlier step is another one: what the first one wrote later stays as it is
-        back = args.load_step and checkpoint["global_step"] < newest
+        # A run that does not go on from the newest checkpoint is another one: what the first one wrote stays as it is
+        back = args.load_step and checkpoint["global_step"] != newest
         run_folder = Path(f"runs/{run_name}" if back or not args.resume else args.resume)
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
         unset = {"resume": None, "evaluate": None, "load_step": 0}
@@ -1573,8 +1595,8 @@ def main() -> None:
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish(exit_code=status)
         os._exit(status)  # at once, whatever compilers and other threads are at
-    except (FloatingPointError, OSError) as error:
-        fail(f"{error}{how_to_resume(run_folder)}", status=1)
+    except (FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        fail(f"{str(error) or 'no memory is left'}{how_to_resume(run_folder)}", status=1)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from speed import machine
 sys.path.insert(0, str(ROOT))
 import a2c_atari as a2c
 import a3c_atari as a3c
+import dqn_per_atari as dqn
 import ppo_continuous as ppo
 
 ROUNDS, SECONDS = 15, 0.1  # each program runs for about so many seconds in each round
@@ -114,13 +115,19 @@ def a3c_programs() -> dict:
 
 
 def dqn_programs() -> dict:
-    """The frames of a minibatch: 32 times 4 and their successors."""
+    """The frames of a minibatch: 32 times 4 and their successors; and what the convolutions take of the first half."""
     frames = torch.zeros(20_000, 84 * 84, dtype=torch.uint8)
     rows = torch.randint(len(frames), (32, 8))
     flat = rows.ravel()
+    network = dqn.QNetwork(4)
+    obs = frames.index_select(0, flat).view(32, 8, 84, 84)[:, :4]
     return {
         "dqn_per_atari: frames of a minibatch, indexed": lambda: frames[rows],
         "dqn_per_atari: frames of a minibatch, index_select (the default)": lambda: frames.index_select(0, flat),
+        "dqn_per_atari: 32 observations scaled, turned by .contiguous": lambda: (
+            obs.contiguous(memory_format=torch.channels_last).float().div_(255)
+        ),
+        "dqn_per_atari: 32 observations scaled, turned by stack (the default)": lambda: network.scale(obs),
     }
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -211,6 +212,51 @@ def test_uploading_what_cannot_be_uploaded(call, tmp_path, monkeypatch, script, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "flag, package", [("track", "wandb"), ("upload-model", "huggingface_hub"), ("capture-video", "moviepy")]
+)
+def test_a_package_that_is_not_there(call, tmp_path, monkeypatch, script, flag, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert_refused(call(script, *SMALL[script], f"--{flag}"), f"--{flag}", f"pip install {package}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_tracking_with_a_wrong_key(tmp_path, script):
+    (tmp_path / "cwd").mkdir()
+    env = {name: None for name in os.environ if name.startswith("WANDB_")} | {"WANDB_API_KEY": "abc"}
+    assert_refused(Run(script, *SMALL[script], "--track", cwd=tmp_path / "cwd", env=env).wait(), "--track", "key")
+    assert not list((tmp_path / "cwd").iterdir())
+
+
+def test_an_upload_that_fails(call, tmp_path, monkeypatch, script):
+    """The run is whole all the same, and the line says where its model is."""
+
+    def create_repo(*arguments, **options):
+        raise ConnectionRefusedError("nobody\nanswers")
+
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "a token")
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", create_repo)
+    result = call(script, *SMALL[script], "--total-timesteps", "512", "--upload-model")
+    run_folder = run_folder_in(tmp_path)
+    assert result.status == 1 and (run_folder / "model.pt").exists()
+    assert result.stderr == f"error: the model is in runs/{run_folder.name}, but was not uploaded: nobody answers\n"
+    assert "eval/episodic_return" in scalars(run_folder)
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("a2c_atari", f"--num-steps {10**15} --total-timesteps {10**17} --checkpoint-interval {10**17}"),
+        ("dqn_per_atari", f"--batch-size {10**15}"),
+    ],
+)
+def test_too_little_memory(call, script, flags):
+    """As many rows as no machine can hold."""
+    result = call(script, *SMALL[script], *flags.split())
+    assert result.status == 1
+    assert re.fullmatch(r"(note: [^\n]*\n)?error: Unable to allocate [^\n]*\n", result.stderr)
+
+
 def test_a_film_without_a_renderer(call, tmp_path, monkeypatch):
     def render(env):
         raise RuntimeError("no\nscreen")
@@ -278,10 +324,13 @@ def test_another_environment_cannot_be_evaluated_or_resumed(call, finished, tmp_
 
 
 def test_another_network_is_refused(call, finished, tmp_path, script):
-    flags = {"a2c_atari": "--conv3-filters 5", "dqn_per_atari": "--no-dueling"}.get(script, "--env-id Another-v1")
+    """And a deviation that the run did not begin with, which an evaluation does not ask for."""
+    flags = {"a2c_atari": "--conv3-filters 5", "dqn_per_atari": "--no-dueling"}.get(script, "--log-std-init -1")
     _, run_folder = finished
     before = files_below(run_folder)
     for flag in ("--resume", "--evaluate"):
+        if (script, flag) == ("ppo_continuous", "--evaluate"):
+            continue
         result = call(script, flag, str(run_folder), *flags.split())
         assert result.status == 2 and re.search(r"^error: [^\n]*\n\Z", result.stderr, re.M)
     assert not list(tmp_path.iterdir()) and files_below(run_folder) == before

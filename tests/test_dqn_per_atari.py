@@ -439,7 +439,8 @@ def test_blind_cliffwalk_takes_several_times_fewer_updates_with_priorities():
 class Tiny:
     """Games of 8 steps. Each frame is bright on the left or the right; a step pays 3 for the side of the frame before.
 
-    That frame is in the stack, but in a game's first step, which pays nothing. At step 5 a life is lost.
+    That frame is in the stack, but in a game's first step, which pays nothing. At step 5 a life is lost; the last game
+    of a vector is truncated at step 8, the others terminate.
     """
 
     best = 21.0
@@ -467,10 +468,12 @@ class Tiny:
         self.t += 1
         self.show()
         over, final = self.t == 8, self.stacks.copy()
-        terminations = over | (self.t == 5)
+        truncations = over & (np.arange(self.num_envs) == self.num_envs - 1)
+        terminations = over & ~truncations | (self.t == 5)
         self.stacks[over, :3] = self.t[over] = 0
+        self.stacks[over, 3] //= 2  # a new game's first frame is not the old one's last
         info = {"episode_frame_number": 4 * self.t, "final_obs": final}
-        return self.stacks.copy(), rewards, terminations, np.zeros_like(over), info
+        return self.stacks.copy(), rewards, terminations, truncations, info
 
     def close(self):
         pass
@@ -565,8 +568,22 @@ def test_training_is_adam_on_the_minibatches_with_a_target_network(tmp_path, mon
             torch.testing.assert_close(checkpoint[name][parameter], expected.cpu(), rtol=0, atol=tolerance)
 
 
-def test_schedules_are_parts_of_the_run(tmp_path, tiny):
-    train(tmp_path, total_timesteps=640, updates=1, batch_size=2, learning_starts=600)
+def test_schedules_are_parts_of_the_run(tmp_path, tiny, monkeypatch):
+    """What is logged, and what the exploration and the replay are given: 4 steps and, in the end, 2 draws a time."""
+    used = {"charts/epsilon": [], "charts/per_beta": []}
+    explore, sample = dqn.explore, dqn.Replay.sample
+
+    def spy_on_explore(q_values, epsilon, rng):
+        used["charts/epsilon"].append(epsilon)
+        return explore(q_values, epsilon, rng)
+
+    def spy_on_sample(self, size, beta, *rest):
+        used["charts/per_beta"].append(beta)
+        return sample(self, size, beta, *rest)
+
+    monkeypatch.setattr(dqn, "explore", spy_on_explore)
+    monkeypatch.setattr(dqn.Replay, "sample", spy_on_sample)
+    train(tmp_path, total_timesteps=640, updates=2, batch_size=2, learning_starts=600)
     points = scalars(tmp_path)
     for tag, expected in {
         "charts/epsilon": lambda x: 1 - 0.9 * x / 0.025 if x < 0.025 else max(0.1 - 0.09 * (x - 0.025) / 0.475, 0.01),
@@ -576,12 +593,40 @@ def test_schedules_are_parts_of_the_run(tmp_path, tiny):
         steps, values = zip(*points[tag])
         assert steps == tuple(range(16, 641, 16))
         np.testing.assert_allclose(values, [expected((step - 16) / 640) for step in steps], rtol=1e-5)
+        if tag in used:
+            times = {"charts/epsilon": np.repeat(steps, 4), "charts/per_beta": np.repeat(steps[-3:], 2)}[tag]
+            found = used[tag][: len(times)]  # the evaluation explores too
+            np.testing.assert_allclose(found, [expected((step - 16) / 640) for step in times], rtol=1e-12)
     assert [step for step, _ in points["losses/q_values"]] == list(range(608, 641, 16))
 
 
+def test_a_run_stores_how_games_end_and_their_last_frames(tmp_path, tiny, monkeypatch):
+    """In 160 steps each of 4 games ends five times, the last one by truncation; on its last frame nobody acts."""
+    played, step = [], dqn.Games.step
+
+    def spy(self, actions):
+        played.append(result := step(self, actions))
+        return result
+
+    monkeypatch.setattr(dqn.Games, "step", spy)
+    train(tmp_path, eval_episodes=1)
+    checkpoint = checkpoints(tmp_path)[-1]
+    replay = make_replay(4, 100)
+    replay.load_state_dict(load(checkpoint)["replay"])
+    rows = np.arange(replay.filled).reshape(-1, 4)  # one column per game
+    ends = np.arange(8, len(rows), 9)  # 8 steps, then a row for the last observation
+    assert len(ends) == 5 and (replay.tree[rows[ends].ravel()] == 0).all()
+    last = [final_pixels[:, -1] for *_, over, final_pixels, _ in played if over.all()][:5]
+    np.testing.assert_array_equal(replay.frames[rows[ends].ravel()].view(5, 4, 84, 84), last)
+    for flags, games in ((replay.truncations, [3]), (replay.terminations, [0, 1, 2])):
+        at_the_end = flags[rows[ends - 1]]
+        assert at_the_end[:, games].all() and at_the_end.sum() == 5 * len(games)
+    assert replay.truncations.sum() == 5
+
+
 def test_only_the_last_life_ends_the_return_where_lives_do_not_count(tmp_path, tiny):
-    """In 160 steps there are 20 games of two lives."""
-    for episodic_life, ends in ((True, 40), (False, 20)):
+    """In 160 steps there are 20 games of two lives; 5 are cut off in their last one."""
+    for episodic_life, ends in ((True, 35), (False, 15)):
         checkpoint = train(tmp_path / str(ends), episodic_life=episodic_life)
         assert checkpoint["replay"]["terminations"].sum() == ends
 
@@ -596,7 +641,7 @@ def test_live_json_changes_the_run_and_is_remembered(tmp_path, tiny, monkeypatch
         '{"learning_rate": true}',
     ]
     bad += [f'{{"learning_rate": {10**400}}}', "[" * 100_000]
-    good = '{"learning_rate": 5e-05}'
+    good = '\ufeff{"learning_rate": 5e-05}'  # as some editors begin a file
     texts = {16 * k: text for k, text in enumerate([good, good, *bad, None, good, '{"learning_rate": 0.01}'], start=2)}
     show = dqn.Progress.show
 
@@ -604,14 +649,14 @@ def test_live_json_changes_the_run_and_is_remembered(tmp_path, tiny, monkeypatch
         path = tmp_path / "live.json"
         path.unlink(missing_ok=True)
         if texts.get(global_step):
-            path.write_text(texts[global_step])
+            path.write_text(texts[global_step], encoding="utf-8")
         show(self, global_step, recent_returns)
 
     monkeypatch.setattr(dqn.Progress, "show", write)
     checkpoint = train(tmp_path, total_timesteps=224)
     first, *ignored, last = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert "live.json at step 32: 0.0001 -> 5e-05" in first
-    assert "live.json at step 224: 5e-05 -> 0.01" in last
+    assert "live.json changes the learning rate at step 32: 0.0001 -> 5e-05" in first
+    assert "live.json changes the learning rate at step 224: 5e-05 -> 0.01" in last
     assert len(ignored) == len(bad)
     assert all('live.json is ignored: it must be like {"learning_rate": 5e-05' in note for note in ignored)
     changes = [[32, 1e-4, 5e-5], [224, 5e-5, 0.01]]
@@ -625,20 +670,22 @@ class Killed(Exception):
     pass
 
 
-def test_a_change_by_live_json_after_the_last_checkpoint_is_resumed_exactly(tmp_path, tiny, monkeypatch):
+@pytest.mark.parametrize("death", [96, 128, 144])
+def test_changes_by_live_json_after_the_last_checkpoint_are_made_again(tmp_path, tiny, monkeypatch, death):
+    """Changes at steps 80 and 112, checkpoints at 64 and 128. Where the run died the file is another meanwhile."""
     show, results = dqn.Progress.show, []
-    for death in (None, 128):
+    for dies in (False, True):
 
-        def write_or_die(self, global_step, recent_returns, folder=tmp_path / str(death), death=death):
-            if global_step == death and not (folder / "died").exists():
+        def write_or_die(self, global_step, recent_returns, folder=tmp_path / str(dies), dies=dies):
+            if global_step == death and dies and not (folder / "died").exists():
                 (folder / "died").touch()
                 raise Killed
-            if global_step == 112:
-                (folder / "live.json").write_text('{"learning_rate": 0.01}')
+            if rate := {80: 0.01, 112: 2e-3}.get(global_step):
+                (folder / "live.json").write_text(f'{{"learning_rate": {rate}}}')
             show(self, global_step, recent_returns)
 
         monkeypatch.setattr(dqn.Progress, "show", write_or_die)
-        folder, options = tmp_path / str(death), dict(total_timesteps=192, checkpoint_interval=64)
+        folder, options = tmp_path / str(dies), dict(total_timesteps=192, checkpoint_interval=64)
         try:
             results.append(train(folder, **options))
         except Killed:
@@ -646,8 +693,8 @@ def test_a_change_by_live_json_after_the_last_checkpoint_is_resumed_exactly(tmp_
             options["learning_rate"] = checkpoint["args"]["learning_rate"]  # as parse_args does
             results.append(train(folder, checkpoint, **options))
     whole, resumed = results
-    assert whole["live"] == resumed["live"] and whole["live"]["changes"] == [[112, 1e-4, 0.01]]
-    assert all(torch.equal(tensor, resumed["agent"][name]) for name, tensor in whole["agent"].items())
+    assert whole["live"]["changes"] == [[80, 1e-4, 0.01], [112, 0.01, 2e-3]]
+    assert_identical(resumed, whole)
 
 
 def test_the_histogram_is_of_priorities(tmp_path, tiny, monkeypatch):

@@ -5,6 +5,7 @@ its values are compared after multiplication by the standard deviation that scal
 """
 
 import copy
+import dataclasses
 import functools
 import math
 import os
@@ -17,7 +18,9 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.nn as nn
+from conftest import scalars
 from gymnasium.spaces import Box, Dict, Discrete
+from test_resume import assert_same_run
 from torch.distributions import Independent, Normal
 
 import ppo_continuous as ppo
@@ -651,7 +654,7 @@ def test_no_row_of_a_reset_enters_the_batch(tmp_path, monkeypatch, checkpoint_in
         action_space = Box(-1, 1, (1,))
 
         def __init__(self, render_mode=None):
-            self.number, self.episode, self.steps = len(made), -1, 0
+            self.number, self.episode, self.steps = (len(made) - 1) % 3, -1, 0  # the first one has only spaces
             made.append(self)
 
         def observation(self):
@@ -670,8 +673,8 @@ def test_no_row_of_a_reset_enters_the_batch(tmp_path, monkeypatch, checkpoint_in
         time_limit = None
 
     def ends(number, t):
-        """Environment 0 terminates at 3, environment 1 is truncated at 5, 2 (and evaluation's) both at once at 4."""
-        return (number == 0) & (t == 3) | (number >= 2) & (t == 4), (number == 1) & (t == 5) | (number >= 2) & (t == 4)
+        """Environment 0 (and evaluation's) terminates at 3, environment 1 is truncated at 5, 2 both at once at 4."""
+        return (number == 0) & (t == 3) | (number == 2) & (t == 4), (number == 1) & (t == 5) | (number == 2) & (t == 4)
 
     class Recorded(ppo.Agent):
         def __init__(self, *dims):
@@ -700,7 +703,7 @@ def test_no_row_of_a_reset_enters_the_batch(tmp_path, monkeypatch, checkpoint_in
         checkpoint_interval=checkpoint_interval,
     )
 
-    assert [env.steps for env in made] == [28, 28, 28, 4]  # the last is evaluation's
+    assert [env.steps for env in made] == [0, *([28] * 3 if checkpoint_interval > 21 else [7] * 12), 3]
     assert len(batches) == 4 and len(critic_inputs) == 8
     last = None
     for (rewards, values, next_values, terminations, truncations, *_), obs, successors in zip(
@@ -718,8 +721,8 @@ def test_no_row_of_a_reset_enters_the_batch(tmp_path, monkeypatch, checkpoint_in
         np.testing.assert_array_equal(obs[1:], following[:-1])
         if last is None:
             assert (obs[0, :, 1:] == 0).all()
-        elif checkpoint_interval == 21:  # a reset after each batch, also where the episode had just ended
-            np.testing.assert_array_equal(obs[0], np.stack([number[0], last[:, 1] + 1, 0 * step[0]], -1))
+        elif checkpoint_interval == 21:  # new environments after each batch, also where the episode had just ended
+            np.testing.assert_array_equal(obs[0], np.stack([number[0], 0 * step[0], 0 * step[0]], -1))
         else:
             np.testing.assert_array_equal(obs[0], last)
         last = following[-1]
@@ -751,14 +754,15 @@ def test_statistics_are_those_of_every_observation_and_discounted_return(tmp_pat
 
     monkeypatch.setattr(ppo, "compute_gae", compute_gae)
     checkpoint = train(Recorded, tmp_path, num_steps=16, total_timesteps=192).checkpoint
-    rewards, returns = (np.transpose([getattr(env, name) for env in envs[:4]]) for name in ("rewards", "returns"))
+    # The first environment has only spaces, the last one is evaluation's
+    rewards, returns = (np.transpose([getattr(env, name) for env in envs[1:5]]) for name in ("rewards", "returns"))
     stds = np.sqrt([returns[: t + 1].var() + 1e-8 for t in range(len(returns))])
     np.testing.assert_allclose(np.concatenate(scaled), (rewards / stds[:, None]).clip(-10, 10), rtol=1e-5)
     for name, rows in (
-        ("obs_stats", [env.seen for env in envs[:4]]),
-        ("return_stats", [env.returns for env in envs[:4]]),
+        ("obs_stats", [env.seen for env in envs[1:5]]),
+        ("return_stats", [env.returns for env in envs[1:5]]),
     ):
-        stats, rows = checkpoint[name], np.concatenate(rows).astype(np.float64)  # envs[4] is evaluation's
+        stats, rows = checkpoint[name], np.concatenate(rows).astype(np.float64)
         assert stats["count"] == len(rows)
         np.testing.assert_allclose(stats["mean"], rows.mean(0), rtol=1e-9)
         np.testing.assert_allclose(stats["m2"] / stats["count"], rows.var(0), rtol=1e-9)
@@ -811,6 +815,62 @@ def test_training_is_annealed_adam_over_permutations_of_the_batch(tmp_path, monk
         torch.testing.assert_close(run.checkpoint["agent"][name], parameter.cpu(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("target_kl, epochs", [(None, 3), (1e-9, 1), (1e9, 3)])
+def test_what_is_logged_of_a_batch_and_where_it_ends_early(tmp_path, monkeypatch, target_kl, epochs):
+    steps, gaes = [], []
+
+    def straight_line(step, *example):
+        def recorded(theta, *rest):
+            steps.append((theta.clone(), copy.deepcopy(rest[-1])))
+            return step(theta, *rest)
+
+        return recorded
+
+    def compute_gae(rewards, values, *rest, gae=ppo.compute_gae):
+        gaes.append((values.copy(), gae(rewards, values, *rest).copy()))
+        return gaes[-1][1]
+
+    monkeypatch.setattr(ppo, "straight_line", straight_line)
+    monkeypatch.setattr(ppo, "compute_gae", compute_gae)
+    options = dict(target_kl=target_kl, update_epochs=3, num_minibatches=4, learning_rate=1e-2, anneal_lr=False)
+    run = train(Follow, tmp_path, num_steps=16, total_timesteps=128, **options)
+    assert len(steps) == run.checkpoint["adam_steps"] == 2 * epochs * 4
+    points, agent, logratios = scalars(tmp_path), ppo.Agent(1, 1).to(DEVICE), []
+    for theta, (obs, actions, old_logprobs, *_) in steps[epochs * 4 :]:
+        nn.utils.vector_to_parameters(theta, agent.parameters())
+        with torch.no_grad():
+            logratios.append((agent(obs, actions)[0] - old_logprobs).double().cpu().numpy())
+    ratios = np.exp(logratios)
+    (values, advantages), last = gaes[1], np.array(logratios[-4:])
+    residual = np.var(values + advantages - values) / np.var(values + advantages)
+    for tag, expected in {
+        "old_approx_kl": -last.mean(),
+        "approx_kl": (np.exp(last) - 1 - last).mean(),
+        "clipfrac": np.mean((ratios < 0.8) | (ratios > 1.2)),
+        "explained_variance": 1 - residual,
+    }.items():
+        step, value = points[f"losses/{tag}"][-1]
+        assert step == 128 and value == pytest.approx(expected, rel=1e-3, abs=1e-6), tag
+    assert epochs == 1 or (ratios > 1.2).any()
+
+
+# Resuming where a reset leaves traces
+
+
+@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # of Box2D
+def test_resuming_is_exact_where_a_used_environment_is_not_a_new_one(tmp_path):
+    """Box2D's walker keeps its world when it is reset, and the world what happened in it."""
+    args = ppo.Args(env_id="BipedalWalker-v3", num_envs=2, num_steps=128, num_minibatches=4, update_epochs=2, cuda=CUDA)
+    args = dataclasses.replace(args, total_timesteps=768, checkpoint_interval=256, eval_episodes=1)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    ppo.train(args, whole, None)
+    shutil.copytree(whole, killed)
+    (killed / "checkpoint_768.pt").unlink()
+    ppo.train(args, killed, ppo.load_checkpoint(str(killed)))
+    assert_same_run(killed, whole)
+
+
 # A run that cannot go on
 
 
@@ -825,7 +885,7 @@ def test_what_is_not_finite_stops_training(tmp_path, what, value, step):
         steps = 0
 
         def reward(self, action):
-            self.steps += 1
+            Faulty.steps += 1  # of all environments: at each checkpoint there is a new one
             return float(value) if what == "reward" and self.steps == step else 1.0
 
         def observe(self):

@@ -482,6 +482,143 @@ def test_the_two_step_game(mixer, best, second):
         assert float(q_tot.detach()) == pytest.approx(second[u[0]][u[1]], abs=0.3)
 
 
+# The loop, on games that count
+
+
+class Counting:
+    """Games of two agents whose observations say in which game, episode and step they are; a reward is a tenth of t.
+
+    Episode e of game i is 3 + (e + 2 i) % 7 steps long. Two of four actions are available, another two in each step.
+    """
+
+    shape = Shape(n_agents=2, n_actions=4, obs_dim=4, state_dim=3, episode_limit=9)
+
+    def __init__(self, num_envs, events):
+        self.num_envs, self.events, self.first, self.taken = num_envs, events, 0, {}
+
+    def now(self):
+        floats, avail = np.zeros((self.num_envs, 11), np.float32), np.zeros((self.num_envs, 2, 4), np.uint8)
+        for i in range(self.num_envs):
+            where = [self.episode[i] / 1000, self.t[i] / 10, i / 10]
+            floats[i] = [*where, 0, *where, 1, *where]
+            avail[i, :, [(self.t[i] + i) % 4, (self.t[i] + i + 1) % 4]] = 1
+        return floats, avail
+
+    def reset(self, seeds):
+        self.first += 100
+        self.episode, self.t = np.full(self.num_envs, self.first), np.zeros(self.num_envs, int)
+        return self.now()
+
+    def step(self, actions):
+        self.events.append("step")
+        for i in range(self.num_envs):
+            self.taken.setdefault((self.episode[i], i), []).append(actions[i].copy())
+        self.t += 1
+        last, rewards = self.now(), self.t / 10
+        ended = self.t == 3 + (self.episode + 2 * np.arange(self.num_envs)) % 7
+        self.episode, self.t = self.episode + ended, np.where(ended, 0, self.t)
+        nothing = np.zeros(self.num_envs, bool)
+        return q.Step(*self.now(), *last, rewards, ended, ended, nothing, nothing)
+
+    def close(self):
+        pass
+
+
+def count_and_train(folder, monkeypatch, **options):
+    """Train on counting games. Returns the final checkpoint, the training games, events and minibatches in order."""
+    events, batches, games = [], [], []
+    add, qmix_loss = EpisodeReplay.add, q.qmix_loss
+
+    def spy_on_add(self, *arguments):
+        events.append("add")
+        add(self, *arguments)
+
+    def spy_on_loss(*arguments):
+        events.append("update")
+        batches.append(arguments[4])
+        return qmix_loss(*arguments)
+
+    def make_envs(args, num_envs, replay_dir=""):
+        games.append(Counting(num_envs, events if not games else []))
+        return games[-1]
+
+    monkeypatch.setattr(EpisodeReplay, "add", spy_on_add)
+    monkeypatch.setattr(q, "qmix_loss", spy_on_loss)
+    monkeypatch.setattr(q, "make_envs", make_envs)
+    defaults = dict(num_envs=3, total_timesteps=450, batch_size=4, buffer_size=500, checkpoint_interval=200)
+    defaults |= dict(test_interval=0, log_interval=50, eval_episodes=2, target_update_interval=7, cuda=False)
+    args = Args(**defaults | options)
+    q.train(args, folder, None)
+    monkeypatch.undo()
+    return args, load(checkpoints(folder)[-1]), games[0], events, batches
+
+
+def test_a_run_stores_what_happened(tmp_path, monkeypatch):
+    _, checkpoint, games, events, _ = count_and_train(tmp_path, monkeypatch, epsilon_finish=0.5)
+    replay = EpisodeReplay(500, Counting.shape)
+    replay.load_state_dict(checkpoint["replay"])
+    assert len(replay.episodes) == events.count("add") > 50
+    taken = set()
+    for episode in replay.episodes:
+        number, i = round(1000 * float(episode.floats[0, -3])), round(10 * float(episode.floats[0, -1]))
+        length = 3 + (number + 2 * i) % 7
+        t = np.arange(length + 1)
+        where = np.stack([np.full(length + 1, number / 1000), t / 10, np.full(length + 1, i / 10)], axis=1)
+        for columns in ([0, 1, 2], [4, 5, 6], [8, 9, 10]):
+            np.testing.assert_array_equal(episode.floats[:, columns], where.astype(np.float32))
+        np.testing.assert_array_equal(episode.actions, games.taken[number, i])
+        np.testing.assert_allclose(episode.rewards, t[1:] / 10, rtol=1e-6)
+        for step in t:
+            free = np.isin(np.arange(4), [(step + i) % 4, (step + i + 1) % 4])
+            np.testing.assert_array_equal(episode.avail_actions[step].reshape(2, 4), np.stack([free, free]))
+            assert step == length or free[episode.actions[step]].all()
+        taken |= set(map(tuple, episode.actions))
+    assert len(taken) == 12  # all that two can choose of two neighbours: each agent acts for itself
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
+def test_training_is_the_optimiser_on_the_minibatches_with_a_target_network(tmp_path, monkeypatch, optimizer, rate):
+    """An update for each episode (or two) once the replay holds a minibatch; targets copied every seven episodes."""
+    options = dict(optimizer=optimizer, updates_per_episode=rate, anneal_lr=False, max_grad_norm=1.5, rnn_hidden_dim=8)
+    args, checkpoint, _, events, batches = count_and_train(tmp_path, monkeypatch, **options)
+    torch.manual_seed(args.seed)
+    networks, targets = q.make_networks(args, Counting.shape), q.make_networks(args, Counting.shape)
+    for network, target in zip(networks, targets):
+        target.load_state_dict(network.state_dict())
+    parameters = [*networks[0].parameters(), *networks[1].parameters()]
+    if optimizer == "adam":
+        steps = torch.optim.Adam(parameters, lr=5e-4, eps=1e-5)
+    else:
+        steps = torch.optim.RMSprop(parameters, lr=5e-4, alpha=0.99, eps=1e-5)
+    start, norms, minibatches = torch.nn.utils.parameters_to_vector(parameters).detach(), [], iter(batches)
+    episodes = copied = copies = 0
+    due = 0.0
+    for event in [*events, "step"]:
+        if event == "add":
+            episodes, due = episodes + 1, due + rate
+        elif event == "update":
+            due -= 1
+            assert due >= 0 and episodes >= 4
+            steps.zero_grad()
+            q.qmix_loss(*networks, *targets, next(minibatches), args)[0].backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.5)))
+            steps.step()
+            if episodes - copied >= 7:
+                copied, copies = episodes, copies + 1
+                for network, target in zip(networks, targets):
+                    target.load_state_dict(network.state_dict())
+        elif episodes < 4:
+            due = 0.0
+        else:
+            assert due < 1
+    assert len(batches) > 20 and copies > 5 and min(norms) < 1.5 < max(norms)
+    moved = float((torch.nn.utils.parameters_to_vector(parameters).detach() - start).abs().max())
+    for name, network in zip(("agent", "mixer", "target_agent", "target_mixer"), (*networks, *targets)):
+        for key, expected in network.state_dict().items():
+            torch.testing.assert_close(checkpoint[name][key], expected, rtol=0, atol=0.01 * moved)
+
+
 # Whole runs
 
 
@@ -546,6 +683,36 @@ def test_load_step_takes_the_nearest_and_leaves_the_run_as_it_is(call, tmp_path,
         result = call("qmix_smac", "--resume", str(run_folder), *flags.split())
         assert result.status == 2 and flags in result.stderr
     assert files_below(run_folder) == before
+
+
+def test_load_step_passes_over_a_damaged_file(tmp_path, capsys):
+    for name, step in (("checkpoint_0", 0), ("checkpoint_100", 100)):
+        content = {"script": "qmix_smac", "args": {"env_id": "3m"}, "global_step": step, "agent": {}}
+        torch.save(content, tmp_path / f"{name}.pt")
+    for name in ("model_90", "checkpoint_90"):
+        (tmp_path / f"{name}.pt").write_bytes(b"broken")
+    assert q.load_nearest(tmp_path, 91)["global_step"] == 100
+    notes = capsys.readouterr().err.splitlines()
+    assert sum("damaged" in note and "using checkpoint_100.pt" in note for note in notes) == 2
+    assert notes[-1] == "note: the saved step that is nearest to 91 is 100"
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"broken")
+    with pytest.raises(SystemExit) as exit_:
+        q.load_nearest(tmp_path, 91)
+    assert exit_.value.code == 2 and capsys.readouterr().err.count("damaged") == 4
+
+
+def test_load_step_of_a_model_beyond_the_newest_checkpoint_begins_another_run(call, tmp_path, reference):
+    folder = tmp_path / "before"
+    shutil.copytree(reference[0], folder)
+    model = load(folder / "model_1200.pt")
+    for path in checkpoints(folder):
+        path.unlink()
+    (folder / "model_600.pt").rename(folder / "checkpoint_600.pt")
+    before = files_below(folder)
+    result = call("qmix_smac", "--resume", str(folder), "--load-step", "1200", "--total-timesteps", "1250")
+    assert result.status == 0 and files_below(folder) == before
+    assert model["global_step"] == 1200 and checkpoints(run_folder_in(tmp_path))[-1].name == "checkpoint_1250.pt"
 
 
 @pytest.mark.parametrize(
