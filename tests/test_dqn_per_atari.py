@@ -246,10 +246,14 @@ def play_random_frames(ledger, steps, rng, device="cpu", check=2):
     ledger.cut(obs)
 
 
+DEVICES = [("cpu", "cpu"), *([("cpu", "cuda"), ("cuda", "cuda")] if CUDA else [])]  # of the frames, of minibatches
+
+
+@pytest.mark.parametrize("frames, minibatches", DEVICES)
 @pytest.mark.parametrize("n_step", [1, 2, 3, 7])
-def test_n_step_targets_are_the_double_sum(n_step):
-    ledger = Ledger(make_replay(3, 2 * (n_step + 4) + 5, n_step=n_step, gamma=0.9))
-    play_random_frames(ledger, 250, np.random.default_rng(n_step))
+def test_n_step_targets_are_the_double_sum(n_step, frames, minibatches):
+    ledger = Ledger(make_replay(3, 2 * (n_step + 4) + 5, frames, n_step=n_step, gamma=0.9))
+    play_random_frames(ledger, 250, np.random.default_rng(n_step), minibatches)
     assert len(ledger.drawn) > 400 and min(ledger.at_life, ledger.at_truncation) > 50
 
 
@@ -826,14 +830,15 @@ def test_resuming_without_the_replay_says_that_it_is_not_exact(call, monkeypatch
     assert "note: the replay begins empty" in call("dqn_per_atari", "--resume", name).stderr
 
 
+@pytest.mark.parametrize("frames, minibatches", DEVICES)
 @pytest.mark.parametrize("steps", [0, 12, 49, 100])
-def test_a_replay_is_saved_and_goes_on_as_if_nothing_had_happened(steps, monkeypatch):
+def test_a_replay_is_saved_and_goes_on_as_if_nothing_had_happened(steps, frames, minibatches, monkeypatch):
     """Empty, hardly begun, almost full and wrapped; then with more games beside the one that was saved."""
     monkeypatch.setattr(dqn, "PIECE", 30)
-    replay, other, rng = make_replay(2, 50, n_step=2), make_replay(2, 50, n_step=2), np.random.default_rng(0)
-    ledger = Ledger(replay)
+    replay, other = (make_replay(2, 50, frames, n_step=2) for _ in range(2))
+    ledger, rng = Ledger(replay), np.random.default_rng(0)
     if steps:
-        play_random_frames(ledger, steps, rng)
+        play_random_frames(ledger, steps, rng, minibatches)
         drawable = np.flatnonzero(replay.tree[np.arange(100)])
         replay.update(drawable[:5], torch.arange(-2.0, 3.0))
     state = copy.deepcopy(replay.state_dict())
@@ -844,7 +849,7 @@ def test_a_replay_is_saved_and_goes_on_as_if_nothing_had_happened(steps, monkeyp
     np.testing.assert_array_equal(other.tree.nodes, replay.tree.nodes)
     assert_identical(other.state_dict(), state)
     ledger.replay = other
-    play_random_frames(ledger, 80, rng)
+    play_random_frames(ledger, 80, rng, minibatches)
 
 
 def test_a_learning_rate_that_explodes_ends_the_run(call, tmp_path):
