@@ -241,7 +241,7 @@ class Args:
         if self.total_timesteps < self.num_envs:
             fail(f"--total-timesteps {self.total_timesteps} is less than one step of --num-envs {self.num_envs}")
         if self.total_timesteps < self.batch_size:
-            fail(f"--total-timesteps {self.total_timesteps} is less than --batch-size {self.batch_size} episodes have")
+            fail(f"--total-timesteps {self.total_timesteps} cannot fill a --batch-size of {self.batch_size} episodes")
         if self.batch_size > self.buffer_size:
             sizes = f"--batch-size {self.batch_size} is more than --buffer-size {self.buffer_size}"
             fail(f"{sizes}: nothing would be learned")
