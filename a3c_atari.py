@@ -95,7 +95,7 @@ import traceback
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -693,7 +693,7 @@ def write_atomically(path: Path, content: dict | str) -> None:
 
 
 def save_checkpoint(run_folder: Path, state: dict) -> None:
-    """Write checkpoint_{global_step}.pt and keep the last two. Raises FloatingPointError, before it writes anything."""
+    """Write checkpoint_{global_step}.pt, keep the last two. FloatingPointError where a parameter is not finite."""
     if not all(tensor.isfinite().all() for tensor in state["agent"].values()):
         raise FloatingPointError(f"the parameters are not finite at step {state['global_step']:,}")
     write_atomically(run_folder / f"checkpoint_{state['global_step']}.pt", state)
@@ -721,22 +721,28 @@ def read_checkpoint(path: Path) -> dict:
     return checkpoint
 
 
-def load_checkpoint(name: str) -> dict:
-    """The checkpoint or model in a file, or the newest sound checkpoint of a run folder; damaged ones are named."""
-    path = Path(name)
-    if not name or not path.exists():
-        fail(f"there is no file or folder {name!r}")
+def first_sound(paths: Iterable[Path], otherwise: str) -> dict:
+    """What the first sound file of these holds; damaged ones are named. Where there is none it says `otherwise`."""
     problems = []
-    for candidate in reversed(checkpoints(path)) if path.is_dir() else [path]:
+    for path in paths:
         try:
-            checkpoint = read_checkpoint(candidate)
+            checkpoint = read_checkpoint(path)
         except ValueError as error:
             problems.append(str(error))
             continue
         for problem in problems:
-            print(f"note: {problem}; using {candidate.name}", file=sys.stderr)
+            print(f"note: {problem}; using {path.name}", file=sys.stderr)
         return checkpoint
-    fail("; ".join(problems) or f"{name} holds no checkpoint of {SCRIPT}.py")
+    fail("; ".join(problems) or otherwise)
+
+
+def load_checkpoint(name: str) -> dict:
+    """The checkpoint or model in a file, or the newest sound checkpoint of a run folder."""
+    path = Path(name)
+    if not name or not path.exists():
+        fail(f"there is no file or folder {name!r}")
+    found = reversed(checkpoints(path)) if path.is_dir() else [path]
+    return first_sound(found, f"{name} holds no checkpoint of {SCRIPT}.py")
 
 
 def how_to_resume(run_folder: Path | None) -> str:

@@ -89,6 +89,7 @@ import time
 import zipfile
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -814,7 +815,7 @@ def write_atomically(path: Path, content: dict | str) -> None:
 
 
 def save_checkpoint(run_folder: Path, state: dict) -> None:
-    """Write checkpoint_{global_step}.pt and keep the last two. Raises FloatingPointError, before it writes anything."""
+    """Write checkpoint_{global_step}.pt, keep the last two. FloatingPointError where a parameter is not finite."""
     if not all(tensor.isfinite().all() for tensor in state["agent"].values()):
         raise FloatingPointError(f"the parameters are not finite at step {state['global_step']:,}")
     write_atomically(run_folder / f"checkpoint_{state['global_step']}.pt", state)
@@ -842,22 +843,28 @@ def read_checkpoint(path: Path) -> dict:
     return checkpoint
 
 
-def load_checkpoint(name: str) -> dict:
-    """The checkpoint or model in a file, or the newest sound checkpoint of a run folder; damaged ones are named."""
-    path = Path(name)
-    if not name or not path.exists():
-        fail(f"there is no file or folder {name!r}")
+def first_sound(paths: Iterable[Path], otherwise: str) -> dict:
+    """What the first sound file of these holds; damaged ones are named. Where there is none it says `otherwise`."""
     problems = []
-    for candidate in reversed(checkpoints(path)) if path.is_dir() else [path]:
+    for path in paths:
         try:
-            checkpoint = read_checkpoint(candidate)
+            checkpoint = read_checkpoint(path)
         except ValueError as error:
             problems.append(str(error))
             continue
         for problem in problems:
-            print(f"note: {problem}; using {candidate.name}", file=sys.stderr)
+            print(f"note: {problem}; using {path.name}", file=sys.stderr)
         return checkpoint
-    fail("; ".join(problems) or f"{name} holds no checkpoint of {SCRIPT}.py")
+    fail("; ".join(problems) or otherwise)
+
+
+def load_checkpoint(name: str) -> dict:
+    """The checkpoint or model in a file, or the newest sound checkpoint of a run folder."""
+    path = Path(name)
+    if not name or not path.exists():
+        fail(f"there is no file or folder {name!r}")
+    found = reversed(checkpoints(path)) if path.is_dir() else [path]
+    return first_sound(found, f"{name} holds no checkpoint of {SCRIPT}.py")
 
 
 def check_fit(args: Args, checkpoint: dict) -> None:
@@ -1008,6 +1015,16 @@ Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {S
         fail(f"the model is in {run_folder}, but was not uploaded: {error}", status=1)
 
 
+def rate_in(text: str) -> float:
+    """The learning rate in the text of live.json, NaN where it is nonsense."""
+    try:
+        ((name, rate),) = json.loads(text).items()
+        rate = float(rate) if name == "learning_rate" and type(rate) in (int, float) else math.nan
+    except (ValueError, AttributeError, OverflowError, RecursionError):
+        return math.nan
+    return rate if 0 < rate < math.inf else math.nan
+
+
 def read_live(path: Path, args: Args, live: dict, global_step: int) -> None:
     """Take over the learning rate in live.json where the file has changed, and say so; nonsense is named and ignored.
 
@@ -1017,28 +1034,26 @@ def read_live(path: Path, args: Args, live: dict, global_step: int) -> None:
     record, known, text, before = path.with_name("live_changes.json"), live, "", live["text"]
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(record.read_text())
-    with contextlib.suppress(OSError):
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
-    again = known["changes"][len(live["changes"]) :]
-    if again and global_step < again[0][0]:
-        return
-    live["text"] = known["text"] if again else text
-    if not again and text in ("", before):
-        return
-    try:
-        ((name, rate),) = {"learning_rate": again[0][2]}.items() if again else json.loads(text).items()
-        rate = float(rate) if name == "learning_rate" and type(rate) in (int, float) else math.nan
-    except (ValueError, AttributeError, OverflowError, RecursionError):
-        rate = math.nan
-    if not 0 < rate < math.inf:
+    if again := known["changes"][len(live["changes"]) :]:
+        step, _, rate = again[0]
+        if global_step < step:
+            return
+        live["text"] = known["text"]
+    else:
+        with contextlib.suppress(OSError):
+            text = path.read_text(encoding="utf-8-sig", errors="replace")
+        live["text"], rate = text, rate_in(text)
+        if text in ("", before) or rate == args.learning_rate:
+            return
+    if math.isnan(rate):
         print(f'\nnote: {path} is ignored: it must be like {{"learning_rate": {args.learning_rate}}}', file=sys.stderr)
-    elif again or rate != args.learning_rate:
-        change = f"the learning rate at step {global_step:,}: {args.learning_rate} -> {rate}"
-        live["changes"].append([global_step, args.learning_rate, rate])
-        args.learning_rate = rate
-        if not again:
-            write_atomically(record, json.dumps(live))
-        print(f"\nnote: {path} changes {change}", file=sys.stderr)
+        return
+    change = f"the learning rate at step {global_step:,}: {args.learning_rate} -> {rate}"
+    live["changes"].append([global_step, args.learning_rate, rate])
+    args.learning_rate = rate
+    if not again:
+        write_atomically(record, json.dumps(live))
+    print(f"\nnote: {path} changes {change}", file=sys.stderr)
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:

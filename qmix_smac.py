@@ -95,6 +95,7 @@ import time
 import zipfile
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -1135,7 +1136,7 @@ def write_atomically(path: Path, content: dict | str) -> None:
 
 
 def save_checkpoint(run_folder: Path, state: dict) -> None:
-    """Write checkpoint_{global_step}.pt and keep the last two. Raises FloatingPointError, before it writes anything."""
+    """Write checkpoint_{global_step}.pt, keep the last two. FloatingPointError where a parameter is not finite."""
     if not all(tensor.isfinite().all() for tensor in state["agent"].values()):
         raise FloatingPointError(f"the parameters are not finite at step {state['global_step']:,}")
     write_atomically(run_folder / f"checkpoint_{state['global_step']}.pt", state)
@@ -1163,22 +1164,28 @@ def read_checkpoint(path: Path) -> dict:
     return checkpoint
 
 
-def load_checkpoint(name: str) -> dict:
-    """The checkpoint or model in a file, or the newest sound checkpoint of a run folder; damaged ones are named."""
-    path = Path(name)
-    if not name or not path.exists():
-        fail(f"there is no file or folder {name!r}")
+def first_sound(paths: Iterable[Path], otherwise: str) -> dict:
+    """What the first sound file of these holds; damaged ones are named. Where there is none it says `otherwise`."""
     problems = []
-    for candidate in reversed(checkpoints(path)) if path.is_dir() else [path]:
+    for path in paths:
         try:
-            checkpoint = read_checkpoint(candidate)
+            checkpoint = read_checkpoint(path)
         except ValueError as error:
             problems.append(str(error))
             continue
         for problem in problems:
-            print(f"note: {problem}; using {candidate.name}", file=sys.stderr)
+            print(f"note: {problem}; using {path.name}", file=sys.stderr)
         return checkpoint
-    fail("; ".join(problems) or f"{name} holds no checkpoint of {SCRIPT}.py")
+    fail("; ".join(problems) or otherwise)
+
+
+def load_checkpoint(name: str) -> dict:
+    """The checkpoint or model in a file, or the newest sound checkpoint of a run folder."""
+    path = Path(name)
+    if not name or not path.exists():
+        fail(f"there is no file or folder {name!r}")
+    found = reversed(checkpoints(path)) if path.is_dir() else [path]
+    return first_sound(found, f"{name} holds no checkpoint of {SCRIPT}.py")
 
 
 def load_nearest(run_folder: Path, step: int) -> dict:
@@ -1187,22 +1194,12 @@ def load_nearest(run_folder: Path, step: int) -> dict:
         fail(f"--load-step takes a run folder, and {run_folder} is a file")
     found = [*run_folder.glob("model_*.pt"), *run_folder.glob("checkpoint_*.pt")]
     found = {path: int(path.stem.split("_")[1]) for path in found if path.stem.split("_")[1].isdecimal()}
-    if not found:
-        fail(f"{run_folder} holds no saved step of {SCRIPT}.py")
-    problems = []
     # Of the same step the checkpoint, which comes later, holds more
-    for path in sorted(reversed(found), key=lambda path: abs(found[path] - step)):
-        try:
-            checkpoint = read_checkpoint(path)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        for problem in problems:
-            print(f"note: {problem}; using {path.name}", file=sys.stderr)
-        if found[path] != step:
-            print(f"note: the saved step that is nearest to {step:,} is {found[path]:,}", file=sys.stderr)
-        return checkpoint
-    fail("; ".join(problems))
+    nearest = sorted(reversed(found), key=lambda path: abs(found[path] - step))
+    checkpoint = first_sound(nearest, f"{run_folder} holds no saved step of {SCRIPT}.py")
+    if checkpoint["global_step"] != step:
+        print(f"note: the saved step that is nearest to {step:,} is {checkpoint['global_step']:,}", file=sys.stderr)
+    return checkpoint
 
 
 def how_to_resume(run_folder: Path | None) -> str:

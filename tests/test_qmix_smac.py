@@ -705,14 +705,13 @@ def test_load_step_passes_over_a_damaged_file(tmp_path, capsys):
 def test_load_step_of_a_model_beyond_the_newest_checkpoint_begins_another_run(call, tmp_path, reference):
     folder = tmp_path / "before"
     shutil.copytree(reference[0], folder)
-    model = load(folder / "model_1200.pt")
     for path in checkpoints(folder):
         path.unlink()
     (folder / "model_600.pt").rename(folder / "checkpoint_600.pt")
     before = files_below(folder)
     result = call("qmix_smac", "--resume", str(folder), "--load-step", "1200", "--total-timesteps", "1250")
     assert result.status == 0 and files_below(folder) == before
-    assert model["global_step"] == 1200 and checkpoints(run_folder_in(tmp_path))[-1].name == "checkpoint_1250.pt"
+    assert checkpoints(run_folder_in(tmp_path))[-1].name == "checkpoint_1250.pt"
 
 
 @pytest.mark.parametrize(
