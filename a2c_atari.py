@@ -438,8 +438,8 @@ class Agent(nn.Module):
     def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, A) and values (B,) of observations (B, 4, 84, 84) in uint8."""
         with torch.autocast(pixels.device.type, torch.bfloat16, enabled=self.bf16):
-            # channels_last: the layout that convolutions like on the CPU; turned as bytes, sooner than by .contiguous
-            pixels = torch.stack(pixels.unbind(1), dim=-1).permute(0, 3, 1, 2)
+            # channels_last: the layout that convolutions like on the CPU; turned while they are bytes
+            pixels = pixels.contiguous(memory_format=torch.channels_last)
             hidden = self.trunk(pixels.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255))
             return self.policy_head(hidden).float(), self.value_head(hidden).squeeze(-1).float()
 

@@ -501,7 +501,7 @@ class QNetwork(nn.Module):
 
     def scale(self, pixels: torch.Tensor) -> torch.Tensor:
         """What the convolutions take: uint8 (B, 4, 84, 84) in [0, 1], channels last (turned while they are bytes)."""
-        pixels = torch.stack(pixels.unbind(1), dim=-1).permute(0, 3, 1, 2)  # sooner than .contiguous
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
         return pixels.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -124,10 +124,10 @@ def dqn_programs() -> dict:
     return {
         "dqn_per_atari: frames of a minibatch, indexed": lambda: frames[rows],
         "dqn_per_atari: frames of a minibatch, index_select (the default)": lambda: frames.index_select(0, flat),
-        "dqn_per_atari: 32 observations scaled, turned by .contiguous": lambda: (
-            obs.contiguous(memory_format=torch.channels_last).float().div_(255)
+        "dqn_per_atari: 32 observations scaled, turned as floats": lambda: (
+            obs.float().div_(255).contiguous(memory_format=torch.channels_last)
         ),
-        "dqn_per_atari: 32 observations scaled, turned by stack (the default)": lambda: network.scale(obs),
+        "dqn_per_atari: 32 observations scaled, turned as bytes (the default)": lambda: network.scale(obs),
     }
 
 
