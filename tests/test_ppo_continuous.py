@@ -459,20 +459,16 @@ def test_traced_step_is_the_step_to_the_bit(norm_adv, clip_vloss):
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="torch.compile needs a C++ compiler")
-def test_compiled_training_is_eager_training(tmp_path, monkeypatch):
+def test_compiled_training_is_eager_training(tmp_path):
     """One batch, 50 minibatch steps, learning rate and bias correction changing: one compilation, the same result."""
-    # Not by monkeypatch: undoing it hides the setting from every later compilation
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        compare_compiled_with_traced(tmp_path, monkeypatch)
-
-
-def compare_compiled_with_traced(tmp_path, monkeypatch):
-    # Without this a cold compiler first tries each set of vector instructions, which takes seconds
-    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
     options = dict(total_timesteps=320, num_envs=1, num_steps=320, num_minibatches=10, update_epochs=5)
     options |= dict(learning_rate=3e-4, clip_vloss=True, ent_coef=0.01)
-    runs = (train(Follow, tmp_path / str(flag), compile=flag, **options) for flag in (False, True))
-    eager, compiled = (nn.utils.parameters_to_vector(run.checkpoint["agent"].values()) for run in runs)
+    # Without vec_isa_ok a cold compiler first tries each set of vector instructions, which takes seconds. Not by
+    # monkeypatch: undoing it hides a setting from every later compilation
+    inductor = torch._inductor.config.patch("cpp.vec_isa_ok", True)
+    with torch._dynamo.config.patch(error_on_recompile=True), inductor:
+        runs = (train(Follow, tmp_path / str(flag), compile=flag, **options) for flag in (False, True))
+        eager, compiled = (nn.utils.parameters_to_vector(run.checkpoint["agent"].values()) for run in runs)
     torch.compiler.reset()
     torch.manual_seed(1)
     initial = nn.utils.parameters_to_vector(ppo.Agent(1, 1).state_dict().values())
