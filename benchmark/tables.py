@@ -224,8 +224,11 @@ def provenance(runs: list[dict]) -> str:
     """For each script what it ran on, and the commands that repeat it."""
     text = ""
     for (script,), rows in by(runs, "script").items():
-        seen = {f"commit {r['commit']}, {r['machine']}, {r['versions']}, {r['jobs']} at once": None for r in rows}
-        text += f"`{script}.py` ran on: {'; and '.join(seen)}. Again:\n\n```bash\n"
+        places = []
+        for (machine, versions, jobs), group in by(rows, "machine", "versions", "jobs").items():
+            commits = sorted({commit for row in group for commit in row["commit"].split("; ")})
+            places.append(f"{machine}, {versions}, {jobs} at once (commit {', '.join(commits)})")
+        text += f"`{script}.py` ran on: {'; and '.join(places)}. Again:\n\n```bash\n"
         commands = defaultdict(list)  # environments of the same variant and seeds go into one command
         for (variant, env_id), group in by(rows, "variant", "env_id").items():
             seeds = " ".join(str(seed) for seed in sorted(int(row["seed"]) for row in group))
