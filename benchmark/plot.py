@@ -6,11 +6,12 @@
 A run is cut into 100 equal bins of steps, or fewer where it has fewer than 400 points. A seed's value in a bin is the
 mean of its episodes that ended there (a straight line across bins where none did). A thin line is a seed; the thick one
 is the mean of the seeds, from five seeds on their interquartile mean (IQM); the band is its 95 % bootstrap interval
-over seeds. Each variant has a colour. A dashed line is a published score, from references.csv. The same results give
-the same files to the byte.
+over seeds. Each variant has a colour; runs that differ in their length only share one, and a dot is where each ends. A
+dashed line is a published score, from references.csv. The same results give the same files to the byte.
 """
 
 import argparse
+import re
 import sys
 import textwrap
 from collections import defaultdict
@@ -80,6 +81,11 @@ def curves(paths: list[Path], tag: str, most_bins: int) -> tuple[np.ndarray, np.
     return middles, np.array(seeds)
 
 
+def setting(variant: str) -> str:
+    """The flags of a variant but for the length of its runs."""
+    return re.sub(r"--total-timesteps \S+ ?", "", variant).strip()
+
+
 def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: int):
     """The figure of one script, or None where there are no results for it."""
     from matplotlib.figure import Figure
@@ -95,8 +101,9 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
         row["tag"] == tag for panel in panels.values() for paths in panel.values() for row in read_csv(paths[0])
     ):
         return None
-    variants = sorted({variant for panel in panels.values() for variant in panel})  # the defaults, "", come first
-    colours = {variant: COLOURS[i % len(COLOURS)] for i, variant in enumerate(variants)}
+    settings = sorted({setting(variant) for panel in panels.values() for variant in panel})  # the defaults, "", first
+    looks = [{"color": colour, "linestyle": dashes} for dashes in ("-", "--", ":", "-.") for colour in COLOURS]
+    looks = {name: looks[i % len(looks)] | {"linewidth": 1.4} for i, name in enumerate(settings)}
     references = defaultdict(list)
     for row in read_csv(ROOT / "benchmark" / "references.csv"):
         if row["script"] == script and tag.endswith("episodic_return"):
@@ -114,12 +121,13 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
             if drawn is None:
                 continue
             steps, values = drawn
-            seeds[variant].add(len(values))
-            colour = colours[variant]
+            seeds[setting(variant)].add(len(values))
+            look = looks[setting(variant)]
+            colour = look["color"]
             axes.plot(steps, values.T, color=colour, linewidth=0.4, alpha=0.5)
             if len(values) > 1:
                 axes.fill_between(steps, *bootstrap(values), color=colour, alpha=0.2, linewidth=0)
-            axes.plot(steps, centre(values), color=colour, linewidth=1.4)
+            axes.plot(steps, centre(values), **look, marker=".", markersize=4, markevery=[-1])
         for reference, dashes in zip(references[env_id], ("--", ":", "-.")):
             axes.axhline(float(reference["score"]), color="black", linewidth=0.8, linestyle=dashes)
             sources[f"published: {reference['source']}, {EngFormatter(sep='')(int(reference['steps']))} steps"] = dashes
@@ -132,8 +140,8 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
             axes.set_xlabel(f"{unit} (4 frames each)" if script.endswith("atari") else unit)
         if i % across == 0:
             axes.set_ylabel(LABELS[tag])
-    lines = [Line2D([], [], color=colours[variant], linewidth=1.4) for variant in variants if seeds[variant]]
-    names = [f"{variant or 'defaults'}: {describe(seeds[variant])}" for variant in variants if seeds[variant]]
+    lines = [Line2D([], [], **looks[name]) for name in settings if seeds[name]]
+    names = [f"{name or 'defaults'}: {describe(seeds[name])}" for name in settings if seeds[name]]
     lines += [Line2D([], [], color="black", linewidth=0.8, linestyle=dashes) for dashes in sources.values()]
     labels = [textwrap.fill(label, 58 * columns, break_on_hyphens=False) for label in [*names, *sources]]
     figure.legend(lines, labels, loc="outside lower center")

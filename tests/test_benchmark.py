@@ -382,3 +382,19 @@ def test_figures_are_the_same_each_time_and_fit_for_a_paper(tmp_path):
         assert f"<!-- {text}" in svg
     for colour in plot.COLOURS[:2]:
         assert colour.lower() in svg
+
+
+def test_runs_of_another_length_share_the_colour_and_no_two_variants_look_alike(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install -r benchmark/requirements.txt")
+    lengths = (
+        "--total-timesteps 100 --seed-offset 1",
+        "--seed-offset 1 --total-timesteps 200",
+        "--total-timesteps 300",
+    )
+    others = tuple(f"--gamma 0.{i}" for i in range(1, 9))  # with the two settings above more than there are colours
+    results = make_results(tmp_path, seeds=[1], variants=("", *lengths, *others))
+    (legend,) = plot.draw("ppo_continuous", results, 2, plot.TAG, 100).legends
+    names = [text.get_text().split(":")[0] for text in legend.get_texts()]
+    looks = [(line.get_color(), line.get_linestyle()) for line in legend.get_lines()]
+    assert names == ["defaults", *others, "--seed-offset 1", "published"]
+    assert len(set(looks)) == len(looks)
