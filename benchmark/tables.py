@@ -264,7 +264,8 @@ def results_section(
         text += f"{markdown(SCORES, scores)}\n{AVERAGES}\n"
         text += "Raw data: [benchmark/results](benchmark/results). In LaTeX, with all hyperparameters:\n"
         text += f"[benchmark/tables](benchmark/tables).\n\n{provenance(runs)}"
-        text += "In the figures, runs that differ in their length only have one colour; a dot is where each ends.\n\n"
+        if figures:
+            text += "In the figures runs that differ in length only have one colour; a dot is where each ends.\n\n"
     for figure in figures:
         stem = f"benchmark/figures/{figure.stem}"
         text += f"![Learning curves of {figure.stem}.py]({stem}.png)\n\n"
