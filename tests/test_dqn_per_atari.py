@@ -499,9 +499,20 @@ def train(folder, checkpoint=None, **options):
     return load(checkpoints(folder)[-1])
 
 
-@pytest.mark.parametrize("n_step", [1, 3])
-def test_a_tiny_game_is_learned(tmp_path, tiny, n_step):
-    options = dict(total_timesteps=640, updates=3, gamma=0.5, learning_rate=1e-3, target_interval=5, n_step=n_step)
+MODES = {
+    "default": {},
+    "plain DQN": dict(double=False, dueling=False, prioritized=False),
+    "three steps": dict(n_step=3),
+    "not prioritised": dict(prioritized=False),
+    "bfloat16": dict(bf16=True),
+    "compiled": dict(compile=True),
+    "replay on the GPU": dict(replay_on_gpu=True),
+}
+
+
+@pytest.mark.parametrize("mode", ["default", "three steps", "not prioritised", "plain DQN"])
+def test_a_tiny_game_is_learned(tmp_path, tiny, mode):
+    options = MODES[mode] | dict(total_timesteps=640, updates=3, gamma=0.5, learning_rate=1e-3, target_interval=5)
     options |= dict(learning_starts=100, end_fraction=0.8, middle_fraction=0.5)
     train(tmp_path, buffer_size=800, eval_episodes=20, eval_epsilon=0.0, **options)
     ((_, score),) = scalars(tmp_path)["eval/episodic_return"]
@@ -509,16 +520,6 @@ def test_a_tiny_game_is_learned(tmp_path, tiny, n_step):
 
 
 # What a run does
-
-
-MODES = {
-    "default": {},
-    "plain DQN": dict(double=False, dueling=False, prioritized=False),
-    "three steps": dict(n_step=3),
-    "bfloat16": dict(bf16=True),
-    "compiled": dict(compile=True),
-    "replay on the GPU": dict(replay_on_gpu=True),
-}
 
 
 @pytest.mark.parametrize("cuda", [False, pytest.param(True, marks=pytest.mark.skipif(not CUDA, reason="no GPU"))])
