@@ -311,6 +311,39 @@ def test_memory_of_a_full_replay_is_the_formulas_and_is_taken_as_it_fills():
     assert dqn.replay_bytes(dqn.Args(buffer_size=1_000_000)) < 7.5e9
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+def test_a_checkpoint_keeps_no_memory_of_what_it_packs(monkeypatch):
+    monkeypatch.setattr(dqn, "PIECE", 400)
+    replay, rng = make_replay(8, 2500), np.random.default_rng(0)
+    for rows in replay.frames.split(5000):
+        rows.copy_(torch.from_numpy(rng.integers(2, size=rows.shape, dtype=np.uint8)))
+    replay.filled = replay.rows
+    before = resident_bytes()
+    state = replay.state_dict()
+    packed = sum(data.nbytes for data in state["frames"])
+    assert resident_bytes() - before - packed < 30e6 < packed
+
+
+@pytest.mark.parametrize("game", ["Breakout", "JourneyEscape", "YarsRevenge"])
+def test_a_checkpoint_of_a_million_frames_is_less_than_a_gigabyte(game):
+    """The screens of the last two are full of noise."""
+    replay, rng = make_replay(1, 1500, env_id=f"{game}NoFrameskip-v4", env_threads=1), np.random.default_rng(0)
+    games = dqn.Games(dqn.make_envs(replay.args, 1))
+    pixels = games.reset([1])
+    while replay.filled < 1500:
+        actions = rng.integers(games.envs.single_action_space.n, size=1)
+        games.press_fire(actions)
+        frames = pixels[:, -1]
+        pixels, rewards, terminations, truncations, over, final_pixels, _ = games.step(actions)
+        replay.add(frames, actions, np.sign(rewards), terminations, truncations)
+        if over.any():
+            replay.end(np.flatnonzero(over), final_pixels[over, -1])
+    state = replay.state_dict()
+    frames = state.pop("frames")
+    total = sum(x.nbytes for x in [*frames, *state.values()] if isinstance(x, torch.Tensor))
+    assert total / replay.filled * 1e6 < 1e9
+
+
 # The network and the loss
 
 
