@@ -27,12 +27,14 @@ BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 NO_HYPERPARAMETERS = """exp_name seed torch_deterministic cuda strict_cuda torch_threads env_threads compile track
     wandb_project_name wandb_entity capture_video save_model upload_model hf_entity log_interval resume evaluate"""
 SCORES = ["script", "environment", "variant", "steps", "seeds"]
-SCORES += ["training return", "IQM", "evaluation", "published", "source", "wall time"]
+SCORES += ["training return", "IQM", "evaluation", "published", "source", "wall time", "steps/s (times the peer)"]
 SPEED = ["script", "program", "steps", "rounds", "steps/s", "ratio", "wall s", "peak MB", "machine"]
 AVERAGES = """Training return: the mean of a seed's last 100 training episodes (whole games, unclipped), then the mean
 over seeds, and from five seeds on also their interquartile mean (IQM). Evaluation: the mean over the episodes played
 after training, then over seeds. In brackets: 95 % bootstrap intervals over seeds. Published: as its source states it,
-with the deviation over seeds. Wall time: the mean of whole runs, pauses excluded."""
+with the deviation over seeds. Wall time: the mean of whole runs, pauses excluded. Steps/s: of the programs in the
+tables of speed below the one with most of the row's flags and no other flags, and how many times as fast as the peer it
+is; measured on the script's default environment, for QMIX on the row's map."""
 SPEEDS = """Speed: start and warm-up excluded, the programs in turn, medians over the rounds. Ratio: to the table's
 first program, of each round, the median (least to most). Wall seconds: of the whole process. Peak: of its largest
 process."""
@@ -96,7 +98,19 @@ def by(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
     return dict(sorted(groups.items()))
 
 
-def score_rows(runs: list[dict], references: list[dict]) -> list[list[str]]:
+def speed_of(script: str, env_id: str, variant: str, speed: list[list[list[str]]]) -> str:
+    """What the tables of speed say of a row of scores: steps per second, and the ratio to the peer."""
+    best, cell = (-1, 0), ""
+    for peer, *programs in speed:
+        for row in programs if peer[0] in (script, f"{script}_{env_id}") else ():
+            flags = re.findall(r"--\S+", row[1])
+            if row[1].startswith(f"{script}.py") and set(flags) <= set(variant.split()):
+                if (len(flags), int(row[3])) > best:  # of two tables the one with more rounds
+                    best, cell = (len(flags), int(row[3])), f"{row[4]} ({row[5].split()[0]} times {peer[1]})"
+    return cell
+
+
+def score_rows(runs: list[dict], references: list[dict], speed: list[list[list[str]]]) -> list[list[str]]:
     """The table of scores: a row for each script, environment and variant."""
     table = []
     for (script, env_id, variant), rows in by(runs, "script", "env_id", "variant").items():
@@ -128,6 +142,7 @@ def score_rows(runs: list[dict], references: list[dict]) -> list[list[str]]:
                 "; ".join(scores),
                 "; ".join(f"{row['source']}, {steps_text(int(row['steps']))} steps" for row in published),
                 duration(statistics.mean(float(row["wall_seconds"]) for row in rows)),
+                speed_of(script, env_id, variant, speed),
             ]
         )
     return table
@@ -307,10 +322,10 @@ def main(argv: list[str]) -> int:
         parser.error(f"{args.tables_folder} is no folder")
 
     runs = read_csv(args.results_folder / "runs.csv")
-    scores = score_rows(runs, read_csv(benchmark / "references.csv"))
     speed = speed_tables(read_csv(args.results_folder / "speed.csv"))
+    scores = score_rows(runs, read_csv(benchmark / "references.csv"), speed)
     tables = {
-        "scores": (SCORES, scores, "lllrrrrrrlr"),
+        "scores": (SCORES, scores, "lllrrrrrrlrl"),
         "speed": (SPEED, [row for table in speed for row in table], "llrrrrrrl"),
     }
     for script in sorted(ROOT.glob("*.py")):

@@ -320,6 +320,26 @@ def test_speed_table_takes_the_newest_whole_rounds():
     ]
 
 
+def test_scores_name_the_speed_of_the_program_with_the_same_flags():
+    def table(script, rounds, **speeds):
+        names = {"peer": "Peer"} | {"ours": "s.py", "compiled": "s.py --compile", "both": "s.py --bf16 --compile"}
+        return [
+            [script, names[name], "9", str(rounds), str(v), f"{v / 100:.2f} (1 to 9)"] for name, v in speeds.items()
+        ]
+
+    speed = [table("s", 1, peer=100, ours=111), table("s", 3, peer=100, ours=200, compiled=300, both=400)]
+    speed += [table("s_map", 1, peer=50, ours=500), table("t", 9, peer=1, ours=999), table("s", 2, peer=100, ours=222)]
+    for env_id, variant, expected in (
+        ("env", "", "200 (2.00 times Peer)"),
+        ("env", "--seed 3 --compile", "300 (3.00 times Peer)"),
+        ("env", "--compile --x 1 --bf16", "400 (4.00 times Peer)"),
+        ("env", "--bf16", "200 (2.00 times Peer)"),
+    ):
+        assert tables.speed_of("s", env_id, variant, speed) == expected
+    assert tables.speed_of("s", "map", "", speed[2:4]) == "500 (5.00 times Peer)"
+    assert tables.speed_of("s", "other", "", speed[2:4]) == ""
+
+
 @pytest.mark.parametrize("script", SMALL)
 def test_hyperparameters_are_the_defaults(script):
     rows = {row[0]: row[1] for row in tables.hyperparameter_rows(ROOT / f"{script}.py")}
