@@ -109,7 +109,7 @@ def checkpoint(size: int, env_id: str, frames_played: int = 40_000) -> dict:
         dqn.write_atomically(path, {"replay": replay.state_dict()})
         seconds_to_write = time.perf_counter() - started
         checksum = zlib.crc32(replay.frames.numpy())
-        del replay  # two do not fit
+        del replay  # two would take 15 GB
         started = time.perf_counter()
         again = dqn.Replay(args)
         again.load_state_dict(torch.load(path, weights_only=True)["replay"])
