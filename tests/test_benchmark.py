@@ -381,6 +381,19 @@ def test_references_name_their_sources():
 # Figures
 
 
+def test_numbers_in_the_text_of_readme_are_in_the_results():
+    """What README says beside its tables: of HalfCheetah's defaults, and in the list of what the runs show."""
+    text = (ROOT / "README.md").read_text().split(tables.BEGIN)[0]
+    parts = re.search(r"The defaults of `ppo_continuous.py`.*?\n\n", text, re.S)[0], text.split("What they show")[1]
+    said = re.sub(r"near [\d,]+|\[[^]]*\]\([^)]*\)", "", "".join(parts))  # a plateau has no one number; nor have links
+    known = (ROOT / "benchmark/tables/scores.md").read_text()
+    with open(ROOT / "benchmark/results/frozen_or_fresh.csv") as file:
+        known += " ".join(f"{float(row[key]):,.0f}" for row in csv.DictReader(file) for key in ("frozen", "fresh"))
+    numbers = r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?"
+    assert len(found := re.findall(numbers, said)) > 15
+    assert not set(found) - set(re.findall(numbers, known))
+
+
 def test_figures_that_readme_names_exist():
     for link in re.findall(r"\]\((benchmark/[^)]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / link).exists(), f"README names {link}"
