@@ -1195,7 +1195,9 @@ def main() -> None:
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish(exit_code=status)
         os._exit(status)  # at once, whatever compilers and other threads are at
-    except (FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+    except (FloatingPointError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch's only sign of a full memory
+            raise
         fail(f"{str(error) or 'no memory is left'}{how_to_resume(run_folder)}", status=1)
 
 

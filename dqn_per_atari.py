@@ -35,7 +35,7 @@ whose value was most mistaken; each step moves Q(s, a) towards the reward plus t
     Q(s, a)         q_network          (B, A)           value of each action, parameters theta
     Q'(s, a)        target_network     (B, A)           the same with older parameters theta-minus
     V, A            value, advantage   (B, 1), (B, A)   the two streams of Q, [DUEL] Eq. (9)
-    R^(n)           returns            (B,)             discounted sum of n rewards, [RBW] Sec. 3, multi-step learning
+    R^(n)           returns            (B,)             discounted sum of n rewards, [RBW] "Multi-step learning"
     \gamma^n        discounts          (B,)             of the bootstrap; 0 after a termination
     \delta_i        td_errors          (B,)             TD error, [PER] Alg. 1, line 11
     p_i             priorities         (B,)             |delta_i| + eps, [PER] Sec. 3.3
@@ -53,7 +53,7 @@ Where this differs from the papers or from common practice, and why:
     highest priority, which new transitions get, never falls.
   * Each frame is stored once (7 GB for a million, against 56 GB of stored pairs); stacks are put together on sampling.
     A transition that has not all its frames has priority zero: no draw is ever thrown away.
-  * Weights are divided by the minibatch's largest, not the memory's: N cancels out and no tree of minima is needed.
+  * Weights are divided by the minibatch's largest, not the memory's, which would need a tree of minima.
   * A minibatch is drawn before the priorities of the one before it are known, so that drawing and computing overlap.
   * A time limit is not a failure: at a truncation the last observation's value is bootstrapped ([TIME]).
   * A lost life ends the return, not the game. On the step after it FIRE is pressed for the agent: a game like Breakout
@@ -353,9 +353,9 @@ def check_memory(args: Args) -> str:
     available = torch.cuda.mem_get_info()[0] if args.replay_on_gpu else available_memory()
     needed = replay_bytes(args)
     text = f"--buffer-size {args.buffer_size} takes {needed / 1e9:.1f} GB of {where} when full"
-    if needed > 0.9 * available:  # the rest is for the networks and for checkpoints, which hold all in a packed form
-        most = int(0.89 * args.buffer_size * available / needed)
-        fail(f"{text}, and there are {available / 1e9:.1f} GB, a tenth for the rest: at most --buffer-size {most}")
+    if needed > 0.75 * available:  # a checkpoint of a noisy game is made in memory, twice 0.9 GB for a million
+        most = int(0.74 * args.buffer_size * available / needed)
+        fail(f"{text}, and there are {available / 1e9:.1f} GB, a quarter for the rest: at most --buffer-size {most}")
     return f"note: {text}" if needed > 1e8 else ""
 
 
@@ -520,7 +520,8 @@ class SumTree:
     """A binary tree whose leaves are p_i^alpha and whose nodes are sums of their children, [PER] App. B.2.1.
 
     Node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half. All methods take many
-    leaves at once and go from level to level. It is float64: in float32 a million leaves have the wrong sum.
+    leaves at once and go from level to level. It is float64: a draw from a million leaves would be rounded to a
+    sixteenth of a leaf in float32.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -568,7 +569,8 @@ class SumTree:
 def importance_weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
     r"""w_i (B,) of probabilities (B,) up to a factor: w_i = (N P(i))^{-\beta} / \max_j w_j, [PER] Alg. 1, line 10.
 
-    The maximum is the minibatch's, the weight of the least probable one; so the factor and N cancel out.
+    The maximum is the minibatch's, the weight of the least probable one; so the factor cancels out, and with it
+    N, which in [PER] is the number of transitions in the memory.
     """
     return (probabilities / probabilities.min()) ** -beta
 
@@ -690,7 +692,7 @@ class Replay:
         if self.args.prioritized:
             priorities = td_errors.abs().double().cpu().numpy() + 1e-6
             if not np.isfinite(priorities).all():
-                raise FloatingPointError("a TD error is not finite: does a smaller --learning-rate help?")
+                raise FloatingPointError("a TD error is not finite: does a smaller learning rate help?")
             self.tree.set(rows, priorities**self.args.per_alpha)
             self.max_priority = max(self.max_priority, float(priorities.max()))
 
@@ -1025,16 +1027,18 @@ def read_live(path: Path, args: Args, live: dict, global_step: int) -> None:
     """Take over the learning rate in live.json where the file has changed, and say so; nonsense is named and ignored.
 
     Changes `args`, and `live`: the file's text as it was last read, and all changes [step, before, after]. They are
-    also on record in live_changes.json, at once: a run that is resumed from before a change makes it at the same step.
+    also on record in live_changes.json, at once: a run that is resumed from before a change makes it at the same step
+    (but for a run that it made fail by a number that is not finite, and with another --learning-rate).
     """
-    record, known, text, before = path.with_name("live_changes.json"), live, "", live["text"]
-    with contextlib.suppress(OSError, ValueError):
+    record, again, text, before = path.with_name("live_changes.json"), None, "", live["text"]
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # no such file, or no such change in it
         known = json.loads(record.read_text())
-    if again := known["changes"][len(live["changes"]) :]:
-        step, _, rate = again[0]
+        step, old_rate, rate = known["changes"][len(live["changes"])]
+        again = known["text"] if old_rate == args.learning_rate else None  # else there is another --learning-rate
+    if again is not None:
         if global_step < step:
             return
-        live["text"] = known["text"]
+        live["text"] = again
     else:
         with contextlib.suppress(OSError):
             text = path.read_text(encoding="utf-8-sig", errors="replace")
@@ -1047,7 +1051,7 @@ def read_live(path: Path, args: Args, live: dict, global_step: int) -> None:
     change = f"the learning rate at step {global_step:,}: {args.learning_rate} -> {rate}"
     live["changes"].append([global_step, args.learning_rate, rate])
     args.learning_rate = rate
-    if not again:
+    if again is None:
         write_atomically(record, json.dumps(live))
     print(f"\nnote: {path} changes {change}", file=sys.stderr)
 
@@ -1125,9 +1129,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             seeds = reset_seeds(args.seed, global_step, num=N)
             pixels = games.reset(seeds)
             first_game, first_step = [] if args.capture_video else None, global_step
-        done = global_step / last_step  # part of the run
-        epsilon = float(np.interp(done, (0, args.middle_fraction, args.end_fraction), epsilons))
-        per_beta = args.per_beta + (1 - args.per_beta) * done
+        part = global_step / last_step  # of the run
+        epsilon = float(np.interp(part, (0, args.middle_fraction, args.end_fraction), epsilons))
+        per_beta = args.per_beta + (1 - args.per_beta) * part
         optimizer.param_groups[0]["lr"] = args.learning_rate
 
         # Play T steps in each game: [DQN] Alg. 1, lines "select a_t" to "store transition"
@@ -1187,7 +1191,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 }
                 if args.prioritized and args.per_alpha > 0:
                     leaves = replay.tree[: replay.filled]
-                    some = leaves[leaves > 0][:: 1 + replay.filled // 10_000]
+                    some = leaves[leaves > 0][:: (1 + replay.filled // 10_000) | 1]  # odd: rows of all games
                     writer.add_histogram("charts/priorities", some ** (1 / args.per_alpha), global_step)
             for tag, scalar in scalars.items():
                 writer.add_scalar(tag, scalar, global_step)
@@ -1250,7 +1254,11 @@ def main() -> None:
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish(exit_code=status)
         os._exit(status)  # at once, whatever compilers and other threads are at
-    except (FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+    except (FloatingPointError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch's only sign of a full memory
+            raise
+        if isinstance(error, FloatingPointError) and run_folder:  # a change that ruined the run is not made again
+            (run_folder / "live_changes.json").unlink(missing_ok=True)
         fail(f"{str(error) or 'no memory is left'}{how_to_resume(run_folder)}", status=1)
 
 

@@ -257,6 +257,20 @@ def test_too_little_memory(call, script, flags):
     assert re.fullmatch(r"(note: [^\n]*\n)?error: Unable to allocate [^\n]*\n", result.stderr)
 
 
+def test_too_little_memory_for_a_tensor(call, script, monkeypatch):
+    """PyTorch has a class of errors of its own for a full GPU only."""
+    monkeypatch.setattr(f"{script}.train", lambda *_: torch.empty(10**16, dtype=torch.uint8))
+    result = call(script, *SMALL[script])
+    assert result.status == 1
+    assert re.fullmatch(r"(note: [^\n]*\n)?error: [^\n]*allocate[^\n]*\n", result.stderr)
+
+
+def test_what_is_wrong_with_the_code_keeps_its_traceback(call, script, monkeypatch):
+    monkeypatch.setattr(f"{script}.train", lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        call(script, *SMALL[script])
+
+
 def test_a_film_without_a_renderer(call, tmp_path, monkeypatch):
     def render(env):
         raise RuntimeError("no\nscreen")

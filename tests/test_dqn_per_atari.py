@@ -574,14 +574,27 @@ def test_a_few_steps_in_every_mode(tmp_path, monkeypatch, tiny, mode, cuda):
 
 def test_training_is_adam_on_the_minibatches_with_a_target_network(tmp_path, monkeypatch, tiny):
     """The minibatches of a run, replayed with torch.optim on ordinary networks, give the run's parameters."""
-    batches, rates = [], dict(learning_rate=3e-4, max_grad_norm=0.7)
+    batches, drawn, errors, updated = [], [], [], []
+    rates = dict(learning_rate=3e-4, max_grad_norm=0.7)
 
     def td_loss(*inputs, double, td_loss=dqn.td_loss):
         batches.append(copy.deepcopy(inputs[2:]))
-        return td_loss(*inputs, double=double)
+        errors.append((outputs := td_loss(*inputs, double=double))[1].tolist())
+        return outputs
+
+    def sample(*inputs, sample=dqn.Replay.sample):
+        drawn.append((outputs := sample(*inputs))[0].tolist())
+        return outputs
+
+    def update(replay, rows, td_errors, update=dqn.Replay.update):
+        updated.append((rows.tolist(), td_errors.tolist()))
+        update(replay, rows, td_errors)
 
     monkeypatch.setattr(dqn, "td_loss", td_loss)
+    monkeypatch.setattr(dqn.Replay, "sample", sample)
+    monkeypatch.setattr(dqn.Replay, "update", update)
     checkpoint = train(tmp_path, total_timesteps=240, updates=2, target_interval=3, **rates)
+    assert updated == list(zip(drawn, errors))  # each priority is of the transition whose TD error it is
     assert len(batches) == 2 * 10  # 16 steps per iteration; 80 can be drawn after the sixth
     assert set(torch.cat([returns for _, _, returns, *_ in batches]).tolist()) == {0, 1}  # the sign of 3
     monkeypatch.undo()
@@ -733,6 +746,33 @@ def test_changes_by_live_json_after_the_last_checkpoint_are_made_again(tmp_path,
     whole, resumed = results
     assert whole["live"]["changes"] == [[80, 1e-4, 0.01], [112, 0.01, 2e-3]]
     assert_identical(resumed, whole)
+
+
+def test_a_run_that_live_json_ruined_goes_on_when_the_file_is_mended(call, monkeypatch, resumable):
+    name, run_folder = resumable
+    monkeypatch.setattr(dqn, "PIECE", 50)
+    checkpoints(run_folder)[-1].unlink()
+    for rate, status in ((1e30, 1), (1e30, 1), (1e-5, 0)):
+        (run_folder / "live.json").write_text(f'{{"learning_rate": {rate}}}')
+        result = call("dqn_per_atari", "--resume", name)
+        assert result.status == status and ("is not finite" in result.stderr) == bool(status)
+    assert [change[1:] for change in load(checkpoints(run_folder)[-1])["live"]["changes"]] == [[1e-4, 1e-5]]
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["[1, 2]", '{"changes": 3}', '{"changes": [4]}', '{"text": "", "changes": [[0, 1e-4, 1e30]]}', "not JSON"],
+)
+def test_a_record_of_changes_that_is_none_or_of_another_learning_rate_changes_nothing(
+    call, monkeypatch, resumable, record
+):
+    name, run_folder = resumable
+    monkeypatch.setattr(dqn, "PIECE", 50)
+    checkpoints(run_folder)[-1].unlink()
+    (run_folder / "live_changes.json").write_text(record)
+    result = call("dqn_per_atari", "--resume", name, "--learning-rate", "2e-4")
+    assert result.status == 0 and "changes" not in result.stderr
+    assert load(checkpoints(run_folder)[-1])["args"]["learning_rate"] == 2e-4
 
 
 def test_the_histogram_is_of_priorities(tmp_path, tiny, monkeypatch):
