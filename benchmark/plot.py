@@ -3,11 +3,12 @@
     python benchmark/plot.py                                      # all scripts, two columns wide
     python benchmark/plot.py --scripts ppo_continuous --columns 1
 
-A run is cut into 100 equal bins of steps, or fewer where it has fewer than 400 points. A seed's value in a bin is the
-mean of its episodes that ended there (a straight line across bins where none did). A thin line is a seed; the thick one
-is the mean of the seeds, from five seeds on their interquartile mean (IQM); the band is its 95 % bootstrap interval
-over seeds. Each variant has a colour; runs that differ in their length only share one, and a dot is where each ends. A
-dashed line is a published score, from references.csv. The same results give the same files to the byte.
+A run is cut into 100 equal bins of steps, or fewer where it has fewer than 400 points (200 evaluations). A seed's value
+in a bin is the mean of its episodes that ended there (a straight line across bins where none did), drawn at the bin's
+end. A thin line is a seed; the thick one is the mean of the seeds, from five seeds on their interquartile mean (IQM);
+the band is its 95 % bootstrap interval over seeds (of two or three seeds that is their range). Each variant has a
+colour; runs that differ in their length only share one, and a dot is where each ends. A dashed line is a published
+score, from references.csv. The same results give the same files to the byte.
 """
 
 import argparse
@@ -23,7 +24,12 @@ from run import ROOT, read_csv, run_name
 
 TAGS = {"qmix_smac": "eval/battle_won_rate"}  # what is drawn, if not this:
 TAG = "charts/episodic_return"
-LABELS = {TAG: "training return", "eval/battle_won_rate": "battles won", "eval/episodic_return": "evaluation return"}
+LABELS = {
+    TAG: "training return",
+    "eval/battle_won_rate": "battles won (fraction)",
+    "eval/episodic_return": "evaluation return",
+}
+FLAG = re.compile(r"--\S+(?: (?!--)\S+)*")  # with its values
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")  # Okabe, Ito 2008
 WIDTHS = {1: 3.25, 2: 6.75}  # inches of one and of two columns of a paper
 STYLE = {
@@ -70,20 +76,29 @@ def curves(paths: list[Path], tag: str, most_bins: int) -> tuple[np.ndarray, np.
         if not rows:
             return None
         tables.append(np.array(rows, float).T)
-    bins = max(1, min(most_bins, *(len(steps) // 4 for steps, _, _ in tables)))
+    points = 2 if tag.startswith("eval/") else 4  # at least so many a bin: an evaluation is of many episodes
+    bins = max(1, min(most_bins, *(len(steps) // points for steps, _, _ in tables)))
     edges = np.linspace(0, max(steps[-1] for steps, _, _ in tables), bins + 1)
-    middles, seeds = (edges[1:] + edges[:-1]) / 2, []
+    ends, seeds = edges[1:], []
     for steps, values, counts in tables:
         which = np.searchsorted(edges[1:-1], steps)  # a bin holds its right edge
         weights = np.bincount(which, counts, bins)
         sums = np.bincount(which, counts * values, bins)
-        seeds.append(np.interp(middles, middles[weights > 0], sums[weights > 0] / weights[weights > 0]))
-    return middles, np.array(seeds)
+        seeds.append(np.interp(ends, ends[weights > 0], sums[weights > 0] / weights[weights > 0]))
+    return ends, np.array(seeds)
 
 
-def setting(variant: str) -> str:
-    """The flags of a variant but for the length of its runs."""
-    return re.sub(r"--total-timesteps \S+ ?", "", variant).strip()
+def setting(script: str, variant: str) -> str:
+    """The flags of a variant but for the length of its runs and for what is the script's default."""
+    path = ROOT / f"{script}.py"
+    source = path.read_text() if path.exists() else ""
+    kept = []
+    for flag in FLAG.findall(variant):
+        name, _, value = flag[2:].partition(" ")
+        default = re.search(rf'^    {name.replace("-", "_")}: .* = "?{re.escape(value)}"?$', source, re.M)
+        if name != "total-timesteps" and not (value and default):
+            kept.append(flag)
+    return " ".join(kept)
 
 
 def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: int):
@@ -101,7 +116,9 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
         row["tag"] == tag for panel in panels.values() for paths in panel.values() for row in read_csv(paths[0])
     ):
         return None
-    settings = sorted({setting(variant) for panel in panels.values() for variant in panel})  # the defaults, "", first
+    settings = sorted(
+        {setting(script, variant) for panel in panels.values() for variant in panel}
+    )  # the defaults, "", first
     looks = [{"color": colour, "linestyle": dashes} for dashes in ("-", "--", ":", "-.") for colour in COLOURS]
     looks = {name: looks[i % len(looks)] | {"linewidth": 1.4} for i, name in enumerate(settings)}
     references = defaultdict(list)
@@ -121,8 +138,9 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
             if drawn is None:
                 continue
             steps, values = drawn
-            seeds[setting(variant)].add(len(values))
-            look = looks[setting(variant)]
+            name = setting(script, variant)
+            seeds[name].add(len(values))
+            look = looks[name]
             colour = look["color"]
             axes.plot(steps, values.T, color=colour, linewidth=0.4, alpha=0.5)
             if len(values) > 1:
@@ -133,6 +151,8 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
             sources[f"published: {reference['source']}, {EngFormatter(sep='')(int(reference['steps']))} steps"] = dashes
         axes.set_title(env_id)
         axes.set_xlim(left=0)
+        if tag == "eval/battle_won_rate":
+            axes.set_ylim(0, 1)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.locator_params("x", nbins=4, steps=[1, 2, 5, 10])
         if i + across >= len(panels):

@@ -383,7 +383,7 @@ def main(argv: list[str]) -> int:
         Run(script, env_id, seed, flags, args.runs_folder.resolve())
         for script in args.scripts
         for env_id in args.env_ids
-        for seed in args.seeds
+        for seed in dict.fromkeys(args.seeds)
     ]
     if args.print:
         print("\n".join(run.command for run in runs))

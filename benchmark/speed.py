@@ -143,15 +143,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeats", type=int, help="rounds, 5 unless told")
-    parser.add_argument("--programs", nargs="+", help="words of names: only these programs (the first is the peer)")
+    parser.add_argument(
+        "--programs", nargs="+", help="names, or words of names: only these programs (the first is the peer)"
+    )
     parser.add_argument("--full", action="store_true", help="whole runs, once each unless --repeats is given")
     args = parser.parse_args()
     repeats = (1 if args.full else 5) if args.repeats is None else args.repeats
     words = args.programs or [""]
+
+    def wanted(name: str) -> bool:
+        return any(name == word if any(word in row[3] for row in ROWS.values()) else word in name for word in words)
+
     if repeats < 1:
         parser.error("--repeats must be at least 1")
     for script in args.scripts:
-        if not any(word in name for name in ROWS[script][3] for word in words):
+        if not any(map(wanted, ROWS[script][3])):
             parser.error(
                 f"no program of {script} has one of these words in its name; there are {list(ROWS[script][3])}"
             )
@@ -159,7 +165,7 @@ def main() -> None:
     print(machine())
     for script in args.scripts:
         steps, warmup, whole, commands = ROWS[script]
-        commands = {name: command for name, command in commands.items() if any(word in name for word in words)}
+        commands = {name: command for name, command in commands.items() if wanted(name)}
         steps = whole if args.full else steps
         runs = {name: [] for name in commands}
         for repeat in range(repeats):

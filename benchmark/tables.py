@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from plot import bootstrap, iqm
+from plot import FLAG, bootstrap, iqm, setting
 from run import ROOT, read_csv
 from speed import ROWS
 
@@ -31,17 +31,27 @@ SCORES += ["training return", "IQM", "evaluation", "published", "source", "wall 
 SPEED = ["script", "program", "steps", "rounds", "steps/s", "ratio", "wall s", "peak MB", "machine"]
 AVERAGES = """Training return: the mean of a seed's last 100 training episodes (whole games, unclipped), then the mean
 over seeds, and from five seeds on also their interquartile mean (IQM). Evaluation: the mean over the episodes played
-after training, then over seeds. In brackets: 95 % bootstrap intervals over seeds. Published: as its source states it,
-with the deviation over seeds. Wall time: the mean of whole runs, pauses excluded. Steps/s: of the programs in the
-tables of speed below the one with most of the row's flags and no other flags, and how many times as fast as the peer it
-is; measured on the script's default environment, for QMIX on the row's map."""
+after training, then over seeds. In brackets: 95 % bootstrap intervals over seeds, which are too narrow where seeds are
+few (of two or three it is their range). Published: as its source states it, with the deviation over seeds; to be
+compared with the training return, but DQN's with the evaluation. It is blank where we know of none for this environment
+and script (A3C's are of another network and of other frames, QMIX's of the real SMAC). Wall time: the mean of whole
+runs, pauses excluded. Steps/s: in the tables of speed below, of the program with the row's flags, and how many times as
+fast as the peer it is; measured on the script's default environment, for QMIX on the row's map. It is blank where that
+was not measured."""
 SPEEDS = """Speed: start and warm-up excluded, the programs in turn, medians over the rounds. Ratio: to the table's
 first program, of each round, the median (least to most). Wall seconds: of the whole process. Peak: of its largest
-process."""
+process. The "plain version" and "as in PyMARL" are no one's programs: they were written for this comparison
+(`benchmark/peers.py`), A3C's with the script's own network, QMIX's with one environment. Stable-Baselines3's DQN is
+neither double nor dueling nor prioritised."""
+NO_COST = """--total-timesteps --checkpoint-interval --seed --no-cuda --log-std-init --no-bootstrap-truncation
+    --bootstrap-timeouts --middle-fraction --end-fraction --target-interval"""  # flags with which a step takes as long
 
 
 OTHERS = {  # further tables of README, of results/<name>.csv: by which program, and what they are
-    "tricks": ("tricks.py", "What the tricks of the scripts gain, in microseconds on one thread"),
+    "tricks": (
+        "tricks.py",
+        "What the tricks of the scripts gain (the last one nothing), in microseconds on one thread",
+    ),
     "replay": ("replay.py", "Milliseconds that prioritised replay takes on one thread, beside cpprb (C++)"),
     "replay_checkpoint": ("replay.py", "A full replay in a checkpoint"),
     "frozen_or_fresh": (
@@ -100,14 +110,16 @@ def by(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
 
 def speed_of(script: str, env_id: str, variant: str, speed: list[list[list[str]]]) -> str:
     """What the tables of speed say of a row of scores: steps per second, and the ratio to the peer."""
-    best, cell = (-1, 0), ""
+    best, cell = 0, ""
+    flags = {flag for flag in FLAG.findall(setting(script, variant)) if flag.split()[0] not in NO_COST.split()}
+    threads = {flag for flag in flags if flag.split()[0] in ("--torch-threads", "--env-threads")}
     for peer, *programs in speed:
         for row in programs if peer[0] in (script, f"{script}_{env_id}") else ():
-            flags = re.findall(r"--\S+", row[1])
-            if row[1].startswith(f"{script}.py") and set(flags) <= set(variant.split()):
-                if (len(flags), int(row[3])) > best:  # of two tables the one with more rounds
-                    best, cell = (len(flags), int(row[3])), f"{row[4]} ({row[5].split()[0]} times {peer[1]})"
-    return cell
+            name = re.sub(r", (\d+) workers", r" --num-workers \1", row[1])
+            if name.startswith(f"{script}.py") and set(FLAG.findall(name)) == flags - threads:
+                if int(row[3]) > best:  # of two tables the one with more rounds
+                    best, cell = int(row[3]), f"{row[4]} ({row[5].split()[0]} times {peer[1]})"
+    return f"{cell[:-1]}, with 2 torch threads)" if cell and threads else cell
 
 
 def score_rows(runs: list[dict], references: list[dict], speed: list[list[list[str]]]) -> list[list[str]]:
@@ -280,7 +292,10 @@ def results_section(
         text += "Raw data: [benchmark/results](benchmark/results). In LaTeX, with all hyperparameters:\n"
         text += f"[benchmark/tables](benchmark/tables).\n\n{provenance(runs)}"
         if figures:
-            text += "In the figures runs that differ in length only have one colour; a dot is where each ends.\n\n"
+            text += (
+                "In the figures runs that differ only in length, and so in schedules, have one colour; a dot is where\n"
+            )
+            text += "each ends.\n\n"
     for figure in figures:
         stem = f"benchmark/figures/{figure.stem}"
         text += f"![Learning curves of {figure.stem}.py]({stem}.png)\n\n"

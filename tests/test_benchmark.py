@@ -20,6 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 sys.path.insert(0, str(ROOT / "benchmark"))
 import plot
 import run
+import speed
 import tables
 
 # A script that takes the same flags and leaves the same files as a real one, in milliseconds. It copies the events
@@ -132,8 +133,8 @@ def test_curves_average_episodes_in_bins_of_steps(tmp_path):
         "tag,step,value,count\n" + "".join(f"charts/episodic_return,{s},{s},1\n" for s in range(1, 801))
     )
     steps, values = plot.curves([tmp_path / "a.csv"] * 2, "charts/episodic_return", 100)
-    np.testing.assert_allclose(steps, np.arange(4, 800, 8))
-    np.testing.assert_allclose(values, [steps + 0.5] * 2)  # of the steps 1 to 8, 9 to 16, ...
+    np.testing.assert_allclose(steps, np.arange(8, 801, 8))
+    np.testing.assert_allclose(values, [steps - 3.5] * 2)  # of the steps 1 to 8, 9 to 16, ...
     assert plot.curves([tmp_path / "a.csv"], "eval/episodic_return", 100) is None
 
 
@@ -327,17 +328,49 @@ def test_scores_name_the_speed_of_the_program_with_the_same_flags():
             [script, names[name], "9", str(rounds), str(v), f"{v / 100:.2f} (1 to 9)"] for name, v in speeds.items()
         ]
 
-    speed = [table("s", 1, peer=100, ours=111), table("s", 3, peer=100, ours=200, compiled=300, both=400)]
-    speed += [table("s_map", 1, peer=50, ours=500), table("t", 9, peer=1, ours=999), table("s", 2, peer=100, ours=222)]
+    measured = [table("s", 1, peer=100, ours=111), table("s", 3, peer=100, ours=200, compiled=300, both=400)]
+    measured += [
+        table("s_map", 1, peer=50, ours=500),
+        table("t", 9, peer=1, ours=999),
+        table("s", 2, peer=100, ours=222),
+    ]
     for env_id, variant, expected in (
         ("env", "", "200 (2.00 times Peer)"),
         ("env", "--seed 3 --compile", "300 (3.00 times Peer)"),
-        ("env", "--compile --x 1 --bf16", "400 (4.00 times Peer)"),
-        ("env", "--bf16", "200 (2.00 times Peer)"),
+        ("env", "--compile --checkpoint-interval 1 --bf16", "400 (4.00 times Peer)"),
+        ("env", "--compile --torch-threads 1", "300 (3.00 times Peer, with 2 torch threads)"),
+        ("env", "--bf16", ""),  # not measured
+        ("env", "--compile --x 1", ""),
     ):
-        assert tables.speed_of("s", env_id, variant, speed) == expected
-    assert tables.speed_of("s", "map", "", speed[2:4]) == "500 (5.00 times Peer)"
-    assert tables.speed_of("s", "other", "", speed[2:4]) == ""
+        assert tables.speed_of("s", env_id, variant, measured) == expected
+    assert tables.speed_of("s", "map", "", measured[2:4]) == "500 (5.00 times Peer)"
+    assert tables.speed_of("s", "other", "", measured[2:4]) == ""
+
+
+def test_speed_of_another_number_of_workers_is_not_taken():
+    rows = (("P", "1"), ("a3c_atari.py, 2 workers", "2"))
+    measured = [[["a3c_atari", name, "9", "1", each, "1"] for name, each in rows]]
+    assert tables.speed_of("a3c_atari", "env", "--num-workers 2 --total-timesteps 9", measured) == "2 (1 times P)"
+    assert tables.speed_of("a3c_atari", "env", "--num-workers 4", measured) == ""
+
+
+def test_a_setting_has_no_lengths_and_no_defaults():
+    assert plot.setting("qmix_smac", "--total-timesteps 500 --mixer qmix") == ""
+    assert plot.setting("qmix_smac", "--mixer vdn --total-timesteps 500 --gamma 0.98") == "--mixer vdn --gamma 0.98"
+    assert plot.setting("ppo_continuous", "--log-std-init -1 --num-envs 1") == "--log-std-init -1"
+    assert plot.setting("ppo_continuous", "--num-envs 8 --compile") == "--num-envs 8 --compile"
+
+
+@pytest.mark.parametrize("word, chosen", [("s.py", ["s.py"]), ("bf16", ["s.py --bf16", "s.py --bf16 --compile"])])
+def test_a_whole_name_of_a_program_is_that_program_only(word, chosen, monkeypatch, tmp_path):
+    names, run_ = ["Peer", "s.py", "s.py --bf16", "s.py --bf16 --compile"], []
+    monkeypatch.setitem(speed.ROWS, "s", (10, 1, 100, {name: name for name in names}))
+    monkeypatch.setattr(speed, "RESULTS", tmp_path / "speed.csv")
+    measured = {"steps_per_second": 1.0, "wall_seconds": 1.0, "peak_mb": 1}
+    monkeypatch.setattr(speed, "measure", lambda command, warmup: run_.append(command) or measured)
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--scripts", "s", "--repeats", "1", "--programs", "Peer", word])
+    speed.main()
+    assert run_ == ["Peer", *chosen]
 
 
 @pytest.mark.parametrize("script", SMALL)
@@ -388,7 +421,11 @@ def test_numbers_in_the_text_of_readme_are_in_the_results():
     said = re.sub(r"near [\d,]+|\[[^]]*\]\([^)]*\)", "", "".join(parts))  # a plateau has no one number; nor have links
     known = (ROOT / "benchmark/tables/scores.md").read_text()
     with open(ROOT / "benchmark/results/frozen_or_fresh.csv") as file:
-        known += " ".join(f"{float(row[key]):,.0f}" for row in csv.DictReader(file) for key in ("frozen", "fresh"))
+        rows = [row for row in csv.DictReader(file) if not row["variant"]]
+    for env_id in {row["env_id"] for row in rows}:
+        for key in ("frozen", "fresh"):
+            mean = np.mean([float(row[key]) for row in rows if row["env_id"] == env_id])
+            known += f" {mean:,.0f}"
     numbers = r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?"
     assert len(found := re.findall(numbers, said)) > 15
     assert not set(found) - set(re.findall(numbers, known))
