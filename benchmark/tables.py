@@ -33,8 +33,8 @@ AVERAGES = """Training return: the mean of a seed's last 100 training episodes (
 over seeds, and from five seeds on also their interquartile mean (IQM). Evaluation: the mean over the episodes played
 after training, then over seeds. In brackets: 95 % bootstrap intervals over seeds, which are too narrow where seeds are
 few (of two or three it is their range). Published: as its source states it, with the deviation over seeds; to be
-compared with the training return, but DQN's with the evaluation. It is blank where we know of none for this environment
-and script (A3C's are of another network and of other frames, QMIX's of the real SMAC). Wall time: the mean of whole
+compared with the training return, but DQN's with the evaluation. It is blank where we found no table of scores for this
+environment (A3C's are of other frames and networks, QMIX's of the real SMAC). Wall time: the mean of whole
 runs, pauses excluded. Steps/s: in the tables of speed below, of the program with the row's flags, and how many times as
 fast as the peer it is; measured on the script's default environment, for QMIX on the row's map. It is blank where that
 was not measured."""
