@@ -36,8 +36,7 @@ few (of two or three it is their range). Published: as its source states it, wit
 compared with the training return, but DQN's with the evaluation. It is blank where we found no table of scores for this
 environment (A3C's are of other frames and networks, QMIX's of the real SMAC). Wall time: the mean of whole
 runs, pauses excluded. Steps/s: in the tables of speed below, of the program with the row's flags, and how many times as
-fast as the peer it is; measured on the script's default environment, for QMIX on the row's map. It is blank where that
-was not measured."""
+fast as the peer it is; blank where that was not measured."""
 SPEEDS = """Speed: start and warm-up excluded, the programs in turn, medians over the rounds. Ratio: to the table's
 first program, of each round, the median (least to most). Wall seconds: of the whole process. Peak: of its largest
 process. The "plain version" and "as in PyMARL" are no one's programs: they were written for this comparison
@@ -110,7 +109,9 @@ def by(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
 
 def speed_of(script: str, env_id: str, variant: str, speed: list[list[list[str]]]) -> str:
     """What the tables of speed say of a row of scores: steps per second, and the ratio to the peer."""
-    best, cell = 0, ""
+    best, cell, path = 0, "", ROOT / f"{script}.py"
+    default = re.search(r'^    env_id: str = "(.*)"', path.read_text() if path.exists() else "", re.M)
+    elsewhere = default and default[1] != env_id and f", on {default[1]}"  # but for QMIX, whose maps have tables
     flags = {flag for flag in FLAG.findall(setting(script, variant)) if flag.split()[0] not in NO_COST.split()}
     threads = {flag for flag in flags if flag.split()[0] in ("--torch-threads", "--env-threads")}
     for peer, *programs in speed:
@@ -118,8 +119,9 @@ def speed_of(script: str, env_id: str, variant: str, speed: list[list[list[str]]
             name = re.sub(r", (\d+) workers", r" --num-workers \1", row[1])
             if name.startswith(f"{script}.py") and set(FLAG.findall(name)) == flags - threads:
                 if int(row[3]) > best:  # of two tables the one with more rounds
-                    best, cell = int(row[3]), f"{row[4]} ({row[5].split()[0]} times {peer[1]})"
-    return f"{cell[:-1]}, with 2 torch threads)" if cell and threads else cell
+                    best, cell = int(row[3]), f"{row[4]} ({row[5].split()[0]} times {peer[1]}"
+                    cell += elsewhere if elsewhere and peer[0] == script else ""
+    return cell and cell + (", with 2 torch threads)" if threads else ")")
 
 
 def score_rows(runs: list[dict], references: list[dict], speed: list[list[list[str]]]) -> list[list[str]]:

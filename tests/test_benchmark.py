@@ -347,11 +347,13 @@ def test_scores_name_the_speed_of_the_program_with_the_same_flags():
     assert tables.speed_of("s", "other", "", measured[2:4]) == ""
 
 
-def test_speed_of_another_number_of_workers_is_not_taken():
+def test_speed_of_another_number_of_workers_is_not_taken_and_another_game_is_named():
     rows = (("P", "1"), ("a3c_atari.py, 2 workers", "2"))
     measured = [[["a3c_atari", name, "9", "1", each, "1"] for name, each in rows]]
-    assert tables.speed_of("a3c_atari", "env", "--num-workers 2 --total-timesteps 9", measured) == "2 (1 times P)"
-    assert tables.speed_of("a3c_atari", "env", "--num-workers 4", measured) == ""
+    for env_id, where in (("PongDeterministic-v4", ""), ("PongNoFrameskip-v4", ", on PongDeterministic-v4")):
+        flags = "--num-workers 2 --total-timesteps 9"
+        assert tables.speed_of("a3c_atari", env_id, flags, measured) == f"2 (1 times P{where})"
+    assert tables.speed_of("a3c_atari", "PongDeterministic-v4", "--num-workers 4", measured) == ""
 
 
 def test_a_setting_has_no_lengths_and_no_defaults():
