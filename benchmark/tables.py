@@ -55,7 +55,8 @@ OTHERS = {  # further tables of README, of results/<name>.csv: by which program,
     "replay_checkpoint": ("replay.py", "A full replay in a checkpoint"),
     "frozen_or_fresh": (
         "frozen_or_fresh.py RUNS_FOLDER",
-        "What trained policies return with the statistics that were saved (frozen), and with new ones",
+        "What trained policies return with the statistics that were saved (frozen), and with new ones; made before "
+        "Humanoid and the later runs on Hopper and Walker2d",
     ),
     "memory": (
         "memory.py --minutes 6 -- a3c_atari.py --num-workers 2 --checkpoint-interval 10000 --eval-interval 10000 "
