@@ -413,9 +413,6 @@ def test_references_name_their_sources():
         assert not row["spread"] or float(row["spread"]) > 0
 
 
-# Figures
-
-
 def test_numbers_in_the_text_of_readme_are_in_the_results():
     """What README says beside its tables: of HalfCheetah's defaults, and in the list of what the runs show."""
     text = (ROOT / "README.md").read_text().split(tables.BEGIN)[0]
@@ -431,6 +428,9 @@ def test_numbers_in_the_text_of_readme_are_in_the_results():
     numbers = r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?"
     assert len(found := re.findall(numbers, said)) > 15
     assert not set(found) - set(re.findall(numbers, known))
+
+
+# Figures
 
 
 def test_figures_that_readme_names_exist():
