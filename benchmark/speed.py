@@ -67,9 +67,9 @@ ROWS = {
             "a3c_atari.py, 8 workers": A3C.format(workers=8),
         },
     ),
-    "dqn_per_atari": (
-        8_000,
-        2_500,
+    "dqn_per_atari": (  # the warm-up goes on until Adam's averages of dead units fade below 1e-38, which slows a CPU
+        16_000,
+        6_000,
         100_000,
         {
             "Stable-Baselines3 DQN": "benchmark/peers.py sb3_dqn --threads 2 --steps {steps}",
