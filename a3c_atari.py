@@ -42,7 +42,7 @@ towards the returns, entropy is kept up) and applies it to the shared model at o
     s_t             pixels             (1, 1, 55, 42)   one frame, uint8 (four with --no-lstm, 42 rows with --no-crop)
     h_t, c_t        state              (1, 256) each    of the LSTM
     a_t, r_t        actions, rewards   (t,), (t, 1)     index of a joystick position; reward clipped to [-1, 1]
-    R               returns            (t, 1)           n-step return, [A3C] Alg. S3
+    R               returns            (t, 1)           n-step return, [A3C] Alg. S3 (with lambda < 1 the lambda-return)
     R - V(s_t)      advantages         (t, 1)           with lambda < 1 [GAE] Eq. (16)
     \pi, V          logits, values     (t+1, A), (t+1,) policy before the softmax, value function
     \beta           ent_coef                            weight of the entropy H, [A3C] Sec. 4
@@ -54,9 +54,10 @@ Where this differs from the paper or from common practice, and why:
   * No lock means that averages are read while others write them. A step of Adam is therefore held to the length that
     Adam itself never exceeds; without that, two first updates at the same moment can destroy the model.
   * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than t small ones.
-  * Frames, network, Adam and its rate, 20 steps and the clipping of gradients are those of pytorch-a3c; the paper has
-    84x84 frames, RMSprop (--optimizer rmsprop; its average starts at one, as TensorFlow's), 5 steps and no clipping.
-    Each observation is normalised by its own mean and deviation; pytorch-a3c loses its running averages on saving.
+  * The crop and size of frames, network, Adam and its rate, 20 steps and the clipping of gradients are pytorch-a3c's;
+    the paper has 84x84 frames, RMSprop (--optimizer rmsprop; its average starts at one, as TensorFlow's), 5 steps and
+    no clipping. Each observation is normalised by its own mean and deviation; pytorch-a3c's running averages differ
+    from process to process and are never saved.
   * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
   * Rewards are clipped for learning only; what is logged is the whole game's score. On the first step of each life FIRE
     is pressed for the agent, which is not credited to the policy: Breakout would otherwise wait for ever.
@@ -216,7 +217,8 @@ class Args:
             ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
             ("learning_rate max_grad_norm rmsprop_eps", "positive and finite", lambda value: 0 < value < math.inf),
             ("ent_coef vf_coef", "zero or more and finite", lambda value: 0 <= value < math.inf),
-            ("gamma gae_lambda rmsprop_alpha", "between 0 and 1", lambda value: 0 <= value <= 1),
+            ("gamma gae_lambda", "between 0 and 1", lambda value: 0 <= value <= 1),
+            ("rmsprop_alpha", "at least 0 and below 1", lambda value: 0 <= value < 1),
             ("exp_name", "fit for a folder's name", lambda value: value == Path(value).name != ""),
         ):
             for name in names.split():
@@ -257,7 +259,7 @@ def parse_args() -> tuple[Args, dict | None]:
     checkpoint = load_checkpoint(name)
     saved = {key: value for key, value in checkpoint["args"].items() if key in vars(args)}
     if args.evaluate is not None:  # perhaps on another machine
-        saved["strict_cuda"] = False
+        saved |= {"strict_cuda": False, "track": False, "upload_model": False, "capture_video": False}
     args = parse(Args(**saved))
     if args.env_id != saved["env_id"]:
         fail(f"{name} was trained on {saved['env_id']}, not on {args.env_id}")
@@ -269,9 +271,11 @@ def parse_args() -> tuple[Args, dict | None]:
 
 
 def check_saved(args: Args, saved: dict) -> None:
-    """Refuse another network, and to go on with the averages of another optimiser, or of other workers."""
-    if args.lstm != saved["lstm"]:
-        fail(f"--{'' if args.lstm else 'no-'}lstm does not fit the network of {args.resume or args.evaluate}")
+    """Refuse another network or picture, and to go on with the averages of another optimiser, or of other workers."""
+    for name in ("lstm", "crop"):
+        if getattr(args, name) != saved[name]:
+            flag = f"--{'' if getattr(args, name) else 'no-'}{name}"
+            fail(f"{flag} does not fit the network of {args.resume or args.evaluate}")
     if args.evaluate:
         return
     for name in ("optimizer", "shared_optimizer", *(() if args.shared_optimizer else ("num_workers",))):
@@ -290,13 +294,15 @@ def check_services(args: Args) -> None:
     if not args.evaluate:  # which needs nothing else
         if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
             fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
-        if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        if args.track:
             import wandb
 
+            run_id = f"{args.env_id}-{args.exp_name}".replace("/", "-")  # as of its folder, but for the time
             try:
+                wandb.Settings(project=args.wandb_project_name, run_id=run_id)
                 with contextlib.redirect_stderr(io.StringIO()):
-                    logged_in = wandb.login(prompt=False)
-            except wandb.Error as error:
+                    logged_in = os.environ.get("WANDB_MODE") in ("offline", "disabled") or wandb.login(prompt=False)
+            except (wandb.Error, ValueError) as error:
                 fail(f"--track: {error}")
             if not logged_in:
                 fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
@@ -395,6 +401,7 @@ class Games:
         """Overwrite actions (N,) by FIRE on the first step of each life. Returns where the agent chose (N,).
 
         Of a new game too: the emulator presses FIRE at a reset, but for one frame, which a sticky action may swallow.
+        All four frames of this step it swallows once in 256 lives; then the agent has to press FIRE itself.
         """
         if self.fire is None:
             return np.ones(len(actions), bool)
@@ -451,7 +458,8 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
 class Agent(nn.Module):
     """Policy and value function on four convolutions and an LSTM, or a linear layer in its place.
 
-    The convolutions are pytorch-a3c's; [A3C] Sec. 5.1 has two, on larger frames, and the same 256 LSTM cells.
+    The convolutions are pytorch-a3c's. [A3C] Suppl. Sec. 8 has two, on larger frames, and a layer of 256 units, behind
+    which come the same 256 LSTM cells (Sec. 5.1).
 
     Args:
         num_actions: A, the number of joystick positions.
@@ -745,12 +753,24 @@ def load_checkpoint(name: str) -> dict:
     return first_sound(found, f"{name} holds no checkpoint of {SCRIPT}.py")
 
 
+def go_on(run_folder: Path, checkpoint: dict, args: dict) -> None:
+    """Make a run folder ready for a run that goes on: a run killed before its next checkpoint keeps its new arguments.
+
+    Newer checkpoints, which were found damaged, are renamed: they would count as two that are kept.
+    """
+    for path in checkpoints(run_folder):
+        if int(path.stem[11:]) > checkpoint["global_step"]:
+            path.rename(path.with_suffix(".damaged"))
+    if args != checkpoint["args"] or not checkpoints(run_folder):
+        save_checkpoint(run_folder, checkpoint | {"args": args})
+
+
 def how_to_resume(run_folder: Path | None) -> str:
     """What to add to the message of a run that ends before its time."""
     if run_folder is None or not checkpoints(run_folder):
         return ""
-    newest = checkpoints(run_folder)[-1]
-    return f"; the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {run_folder}"
+    newest, folder = checkpoints(run_folder)[-1], shlex.quote(str(run_folder))
+    return f"; the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {folder}"
 
 
 class Interrupted(BaseException):
@@ -822,7 +842,7 @@ def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> Summa
     # On a full disk TensorBoard's thread fails with a traceback, and then the next call, whose one line is enough
     threading.excepthook = lambda failure: failure.exc_type is OSError or threading.__excepthook__(failure)
     writer = SummaryWriter(str(run_folder), flush_secs=10)
-    if resumed_step is None:
+    if not old_files:
         rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
         writer.add_text("hyperparameters", f"|argument|value|\n|-|-|\n{rows}")
     # The largest file: a copy that was itself interrupted is smaller than what it copies
@@ -847,6 +867,16 @@ def finish_tracking(run_folder: Path) -> None:
     wandb.finish()
 
 
+def command_line(args: Args) -> str:
+    """The command that makes this run from its beginning, with what differs from the defaults."""
+    words = ["python", f"{SCRIPT}.py"]
+    for name, value in vars(args).items():
+        flag = name.replace("_", "-")
+        if name != "resume" and value != getattr(Args(), name):
+            words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return shlex.join(words)
+
+
 def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
     """Upload model.pt, the arguments and a model card to the Hugging Face hub, or say why they were not."""
     from huggingface_hub import HfApi
@@ -859,10 +889,10 @@ tags: [reinforcement-learning, {args.env_id}, {SCRIPT}]
 
 Return {np.mean(returns):.2f} +- {np.std(returns):.2f}: mean and standard deviation of {len(returns)} episodes.
 
-Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {SCRIPT}.py --evaluate model.pt`.
+Trained by `{command_line(args)}`; played by `python {SCRIPT}.py --evaluate model.pt`.
 
 ```json
-{json.dumps(vars(args), indent=2)}
+{json.dumps(vars(args) | {"resume": None}, indent=2)}
 ```
 """
     try:
@@ -1180,10 +1210,11 @@ def main() -> None:
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_folder = Path(args.resume or f"runs/{run_name}")
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        write_atomically(
-            run_folder / "args.json", json.dumps(vars(args) | {"resume": None, "evaluate": None}, indent=2)
-        )
+        saved_args = vars(args) | {"resume": None, "evaluate": None}
+        write_atomically(run_folder / "args.json", json.dumps(saved_args, indent=2))
         print(f"run folder: {run_folder}", flush=True)
+        if checkpoint:
+            go_on(run_folder, checkpoint, saved_args)
         train(args, run_folder, checkpoint)
     except Interrupted as interrupted:
         status = 128 + interrupted.args[0]

@@ -80,6 +80,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+# Trap: numpy's own threads, for its products of matrices, know nothing of --torch-threads
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import gymnasium as gym
 import numpy as np
 import torch
@@ -182,7 +184,7 @@ class Args:
             ("target_kl", "positive", lambda value: value is None or value > 0),
             ("ent_coef vf_coef", "zero or more and finite", lambda value: 0 <= value < math.inf),
             ("gamma gae_lambda", "between 0 and 1", lambda value: 0 <= value <= 1),
-            ("clip_coef", "between 0 and 1", lambda value: 0 < value < 1),
+            ("clip_coef", "above 0 and below 1", lambda value: 0 < value < 1),
             ("log_std_init", "between -10 and 10", lambda value: -10 <= value <= 10),
             ("exp_name", "fit for a folder's name", lambda value: value == Path(value).name != ""),
         ):
@@ -230,7 +232,7 @@ def parse_args() -> tuple[Args, dict | None]:
     checkpoint = load_checkpoint(name)
     saved = {key: value for key, value in checkpoint["args"].items() if key in vars(args)}
     if args.evaluate is not None:  # perhaps on another machine
-        saved["strict_cuda"] = False
+        saved |= {"strict_cuda": False, "track": False, "upload_model": False, "capture_video": False}
     args = parse(Args(**saved))
     if args.env_id != saved["env_id"]:
         fail(f"{name} was trained on {saved['env_id']}, not on {args.env_id}")
@@ -252,13 +254,15 @@ def check_services(args: Args) -> None:
     if not args.evaluate:  # which needs nothing else
         if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
             fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
-        if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        if args.track:
             import wandb
 
+            run_id = f"{args.env_id}-{args.exp_name}".replace("/", "-")  # as of its folder, but for the time
             try:
+                wandb.Settings(project=args.wandb_project_name, run_id=run_id)
                 with contextlib.redirect_stderr(io.StringIO()):
-                    logged_in = wandb.login(prompt=False)
-            except wandb.Error as error:
+                    logged_in = os.environ.get("WANDB_MODE") in ("offline", "disabled") or wandb.login(prompt=False)
+            except (wandb.Error, ValueError) as error:
                 fail(f"--track: {error}")
             if not logged_in:
                 fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
@@ -322,6 +326,8 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
             with warnings.catch_warnings(action="ignore"):  # of a library without a display, before it fails
                 env.reset()
                 env.render()
+                env.close()  # a used one is not like a new one, see the trap in train
+                env = gym.make(env_id, render_mode="rgb_array", disable_env_checker=True)
         except Exception as error:
             fail(
                 f"--capture-video cannot render {env_id} ({error}); without a display, MuJoCo needs EGL "
@@ -673,12 +679,24 @@ def load_checkpoint(name: str) -> dict:
     return first_sound(found, f"{name} holds no checkpoint of {SCRIPT}.py")
 
 
+def go_on(run_folder: Path, checkpoint: dict, args: dict) -> None:
+    """Make a run folder ready for a run that goes on: a run killed before its next checkpoint keeps its new arguments.
+
+    Newer checkpoints, which were found damaged, are renamed: they would count as two that are kept.
+    """
+    for path in checkpoints(run_folder):
+        if int(path.stem[11:]) > checkpoint["global_step"]:
+            path.rename(path.with_suffix(".damaged"))
+    if args != checkpoint["args"] or not checkpoints(run_folder):
+        save_checkpoint(run_folder, checkpoint | {"args": args})
+
+
 def how_to_resume(run_folder: Path | None) -> str:
     """What to add to the message of a run that ends before its time."""
     if run_folder is None or not checkpoints(run_folder):
         return ""
-    newest = checkpoints(run_folder)[-1]
-    return f"; the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {run_folder}"
+    newest, folder = checkpoints(run_folder)[-1], shlex.quote(str(run_folder))
+    return f"; the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {folder}"
 
 
 class Interrupted(BaseException):
@@ -750,7 +768,7 @@ def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> Summa
     # On a full disk TensorBoard's thread fails with a traceback, and then the next call, whose one line is enough
     threading.excepthook = lambda failure: failure.exc_type is OSError or threading.__excepthook__(failure)
     writer = SummaryWriter(str(run_folder), flush_secs=10)
-    if resumed_step is None:
+    if not old_files:
         rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
         writer.add_text("hyperparameters", f"|argument|value|\n|-|-|\n{rows}")
     # The largest file: a copy that was itself interrupted is smaller than what it copies
@@ -775,6 +793,16 @@ def finish_tracking(run_folder: Path) -> None:
     wandb.finish()
 
 
+def command_line(args: Args) -> str:
+    """The command that makes this run from its beginning, with what differs from the defaults."""
+    words = ["python", f"{SCRIPT}.py"]
+    for name, value in vars(args).items():
+        flag = name.replace("_", "-")
+        if name != "resume" and value != getattr(Args(), name):
+            words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return shlex.join(words)
+
+
 def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
     """Upload model.pt, the arguments and a model card to the Hugging Face hub, or say why they were not."""
     from huggingface_hub import HfApi
@@ -787,10 +815,10 @@ tags: [reinforcement-learning, {args.env_id}, {SCRIPT}]
 
 Return {np.mean(returns):.2f} +- {np.std(returns):.2f}: mean and standard deviation of {len(returns)} episodes.
 
-Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {SCRIPT}.py --evaluate model.pt`.
+Trained by `{command_line(args)}`; played by `python {SCRIPT}.py --evaluate model.pt`.
 
 ```json
-{json.dumps(vars(args), indent=2)}
+{json.dumps(vars(args) | {"resume": None}, indent=2)}
 ```
 """
     try:
@@ -1027,10 +1055,11 @@ def main() -> None:
         run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_folder = Path(args.resume or f"runs/{run_name}")
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        write_atomically(
-            run_folder / "args.json", json.dumps(vars(args) | {"resume": None, "evaluate": None}, indent=2)
-        )
+        saved_args = vars(args) | {"resume": None, "evaluate": None}
+        write_atomically(run_folder / "args.json", json.dumps(saved_args, indent=2))
         print(f"run folder: {run_folder}", flush=True)
+        if checkpoint:
+            go_on(run_folder, checkpoint, saved_args)
         train(args, run_folder, checkpoint)
     except Interrupted as interrupted:
         status = 128 + interrupted.args[0]

@@ -21,8 +21,7 @@ play without the network, each on its own.
 
 [QMIX]  Rashid, Samvelyan, Schroeder de Witt, Farquhar, Foerster, Whiteson 2018, "QMIX: monotonic value function
         factorisation for deep multi-agent reinforcement learning", ICML, arXiv:1803.11485
-[JMLR]  Rashid, Samvelyan, Schroeder de Witt, Farquhar, Foerster, Whiteson 2020, "Monotonic value function
-        factorisation for deep multi-agent reinforcement learning", JMLR 21(178), arXiv:2003.08839
+[IQL]   Tan 1993, "Multi-agent reinforcement learning: independent vs. cooperative agents", ICML
 [VDN]   Sunehag, Lever, Gruslys, et al. 2018, "Value-decomposition networks for cooperative multi-agent learning",
         AAMAS, arXiv:1706.05296
 [SMAC]  Samvelyan, Rashid, Schroeder de Witt, et al. 2019, "The StarCraft multi-agent challenge", arXiv:1902.04043
@@ -150,7 +149,7 @@ class Args:
     hf_entity: str = ""
     """the user or organisation on the Hugging Face hub (default: yours)"""
     checkpoint_interval: int = 100_000
-    """environment steps between checkpoints (each begins all episodes anew, see the title)"""
+    """environment steps between checkpoints (each drops all open episodes, see the title: many times their length)"""
     checkpoint_replay: bool = True
     """if toggled, checkpoints hold the replay; without it a resumed run begins with an empty one"""
     resume: str | None = None
@@ -178,7 +177,7 @@ class Args:
     total_timesteps: int = 1_000_000
     """environment steps of the whole run, all environments together (rounded up to whole steps of all)"""
     mixer: str = "qmix"
-    """qmix ([QMIX]), vdn (the sum, [VDN]), or none (each agent learns on its own: independent Q-learning)"""
+    """qmix ([QMIX]), vdn (the sum, [VDN]), or none (each learns on its own: independent Q-learning, [IQL])"""
     gamma: float = 0.99
     """the discount factor"""
     double_q: bool = True
@@ -285,7 +284,7 @@ def parse_args() -> tuple[Args, dict | None]:
     checkpoint = load_checkpoint(name)
     saved = {key: value for key, value in checkpoint["args"].items() if key in vars(args)}
     if args.evaluate is not None:  # perhaps on another machine
-        saved["strict_cuda"] = False
+        saved |= {"strict_cuda": False, "track": False, "upload_model": False, "capture_video": False}
     args = parse(Args(**saved))
     if args.env_id != saved["env_id"]:
         fail(f"{name} was trained on {saved['env_id']}, not on {args.env_id}")
@@ -307,13 +306,15 @@ def check_services(args: Args) -> None:
     if not args.evaluate:  # which needs nothing else
         if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
             fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
-        if args.track and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        if args.track:
             import wandb
 
+            run_id = f"{args.env_id}-{args.exp_name}".replace("/", "-")  # as of its folder, but for the time
             try:
+                wandb.Settings(project=args.wandb_project_name, run_id=run_id)
                 with contextlib.redirect_stderr(io.StringIO()):
-                    logged_in = wandb.login(prompt=False)
-            except wandb.Error as error:
+                    logged_in = os.environ.get("WANDB_MODE") in ("offline", "disabled") or wandb.login(prompt=False)
+            except (wandb.Error, ValueError) as error:
                 fail(f"--track: {error}")
             if not logged_in:
                 fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
@@ -411,7 +412,7 @@ def import_smax() -> tuple:
 
 @functools.cache
 def compile_smax(map_name: str) -> tuple:
-    """The step of many battles on a map as one compiled function, a state to begin with, and the map's Shape.
+    """The step of many battles on a map as one compiled function, a state to begin with, the map's Shape, and the map.
 
     step(keys (N, 2), states, actions (N, n), restart (N,)) gives the next keys and states, and the arrays of Step:
     observations and state packed into one array, availability into another. Where an episode ends, or `restart` says
@@ -645,12 +646,12 @@ class Smac:
 
     patience = 300  # seconds for an answer; loading a map takes tens
     endurance = 10  # crashes of a game without a whole episode between them
+    answered = False  # whether any game ever began: if so, the package and the game are there
 
     def __init__(self, map_name: str, num_envs: int, replay_dir: str = "") -> None:
         self.shape = smac_shape(map_name)
         self.map_name, self.num_envs, self.replay_dir = map_name, num_envs, replay_dir
         self.games = []  # (process, connection)
-        self.answered = False  # whether any game ever began
         self.crashes = [0] * num_envs  # of each game since its last whole episode
 
     def reset(self, seeds: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -687,7 +688,7 @@ class Smac:
                 answer = self.games[i][1].recv()
                 if not isinstance(answer, str):
                     *_, ended, _, _, dropped = answer
-                    self.answered = True
+                    Smac.answered = True
                     self.crashes[i] = self.crashes[i] + 1 if dropped else 0 if ended else self.crashes[i]
                     if self.crashes[i] <= self.endurance:
                         return answer
@@ -829,7 +830,7 @@ class VDNMixer(nn.Module):
 
 
 class NoMixer(nn.Module):
-    """Independent Q-learning: each agent's value (P, n) is learned as if it were the team's."""
+    """Independent Q-learning, [IQL]: each agent's value (P, n) is learned as if it were the team's."""
 
     def forward(self, agent_qs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The values as they are."""
@@ -1202,12 +1203,24 @@ def load_nearest(run_folder: Path, step: int) -> dict:
     return checkpoint
 
 
+def go_on(run_folder: Path, checkpoint: dict, args: dict) -> None:
+    """Make a run folder ready for a run that goes on: a run killed before its next checkpoint keeps its new arguments.
+
+    Newer checkpoints, which were found damaged, are renamed: they would count as two that are kept.
+    """
+    for path in checkpoints(run_folder):
+        if int(path.stem[11:]) > checkpoint["global_step"]:
+            path.rename(path.with_suffix(".damaged"))
+    if args != checkpoint["args"] or not checkpoints(run_folder):
+        save_checkpoint(run_folder, checkpoint | {"args": args})
+
+
 def how_to_resume(run_folder: Path | None) -> str:
     """What to add to the message of a run that ends before its time."""
     if run_folder is None or not checkpoints(run_folder):
         return ""
-    newest = checkpoints(run_folder)[-1]
-    return f"; the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {run_folder}"
+    newest, folder = checkpoints(run_folder)[-1], shlex.quote(str(run_folder))
+    return f"; the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {folder}"
 
 
 class Interrupted(BaseException):
@@ -1279,7 +1292,7 @@ def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> Summa
     # On a full disk TensorBoard's thread fails with a traceback, and then the next call, whose one line is enough
     threading.excepthook = lambda failure: failure.exc_type is OSError or threading.__excepthook__(failure)
     writer = SummaryWriter(str(run_folder), flush_secs=10)
-    if resumed_step is None:
+    if not old_files:
         rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
         writer.add_text("hyperparameters", f"|argument|value|\n|-|-|\n{rows}")
     # The largest file: a copy that was itself interrupted is smaller than what it copies
@@ -1304,6 +1317,16 @@ def finish_tracking(run_folder: Path) -> None:
     wandb.finish()
 
 
+def command_line(args: Args) -> str:
+    """The command that makes this run from its beginning, with what differs from the defaults."""
+    words = ["python", f"{SCRIPT}.py"]
+    for name, value in vars(args).items():
+        flag = name.replace("_", "-")
+        if name != "resume" and value != getattr(Args(), name):
+            words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return shlex.join(words)
+
+
 def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
     """Upload model.pt, the arguments and a model card to the Hugging Face hub, or say why they were not."""
     from huggingface_hub import HfApi
@@ -1316,10 +1339,10 @@ tags: [reinforcement-learning, {args.env_id}, {SCRIPT}]
 
 Return {np.mean(returns):.2f} +- {np.std(returns):.2f}: mean and standard deviation of {len(returns)} episodes.
 
-Trained by `python {SCRIPT}.py {shlex.join(sys.argv[1:])}`; played by `python {SCRIPT}.py --evaluate model.pt`.
+Trained by `{command_line(args)}`; played by `python {SCRIPT}.py --evaluate model.pt`.
 
 ```json
-{json.dumps(vars(args), indent=2)}
+{json.dumps(vars(args) | {"resume": None}, indent=2)}
 ```
 """
     try:
@@ -1578,9 +1601,11 @@ def main() -> None:
         back = args.load_step and checkpoint["global_step"] != newest
         run_folder = Path(f"runs/{run_name}" if back or not args.resume else args.resume)
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        unset = {"resume": None, "evaluate": None, "load_step": 0}
-        write_atomically(run_folder / "args.json", json.dumps(vars(args) | unset, indent=2))
+        saved_args = vars(args) | {"resume": None, "evaluate": None, "load_step": 0}
+        write_atomically(run_folder / "args.json", json.dumps(saved_args, indent=2))
         print(f"run folder: {run_folder}", flush=True)
+        if checkpoint:
+            go_on(run_folder, checkpoint, saved_args)
         train(args, run_folder, checkpoint)
     except Interrupted as interrupted:
         status = 128 + interrupted.args[0]

@@ -3,7 +3,8 @@
     python benchmark/frozen_or_fresh.py RUNS_FOLDER    # the folder that was given to run.py as --runs-folder
 
 Fresh statistics are what an evaluation has that loads the parameters alone and normalises by what it sees. Both play
-the mean action on the same episodes. Writes results/frozen_or_fresh.csv, a row for each finished run of ppo_continuous.
+the mean action on the same episodes. Writes results/frozen_or_fresh.csv, a row for each finished run of ppo_continuous;
+rows of other runs stay.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from run import ROOT
+from run import ROOT, read_csv
 
 sys.path.insert(0, str(ROOT))
 import ppo_continuous as ppo
@@ -51,20 +52,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs_folder", type=Path)
     runs_folder = parser.parse_args().runs_folder
-    rows = []
+    table, found = ROOT / "benchmark" / "results" / "frozen_or_fresh.csv", False
+    rows = {(row["env_id"], row["variant"], row["seed"]): list(row.values()) for row in read_csv(table)}
     for path in sorted(runs_folder.glob("ppo_continuous/*/runs/*/model.pt")):
         model = ppo.read_checkpoint(path)
         scores = [play(model, fresh) for fresh in (False, True)]
         numbers = [f"{number:.2f}" for score in scores for number in (score.mean(), score.std())]
         variant = shlex.join(json.loads((path.parents[2] / "run.json").read_text())["flags"])
-        rows.append([model["args"]["env_id"], variant, model["args"]["seed"], *numbers, EPISODES])
+        key = (model["args"]["env_id"], variant, str(model["args"]["seed"]))
+        rows[key], found = [*key, *numbers, EPISODES], True
         print(path.parents[2].name, *numbers, flush=True)
-    if not rows:
+    if not found:
         parser.error(f"there is no finished run of ppo_continuous in {runs_folder}")
-    with open(ROOT / "benchmark" / "results" / "frozen_or_fresh.csv", "w", newline="") as file:
+    with open(table, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["env_id", "variant", "seed", "frozen", "frozen_std", "fresh", "fresh_std", "episodes"])
-        writer.writerows(rows)
+        writer.writerows(rows[key] for key in sorted(rows))
 
 
 if __name__ == "__main__":

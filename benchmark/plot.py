@@ -7,8 +7,10 @@ A run is cut into 100 equal bins of steps, or fewer where it has fewer than 400 
 in a bin is the mean of its episodes that ended there (a straight line across bins where none did), drawn at the bin's
 end. A thin line is a seed; the thick one is the mean of the seeds, from five seeds on their interquartile mean (IQM);
 the band is its 95 % bootstrap interval over seeds (of two or three seeds that is their range). Each variant has a
-colour; runs that differ in their length only share one, and a dot is where each ends. A dashed line is a published
-score, from references.csv. The same results give the same files to the byte.
+colour; runs that differ in their length only share one, and a dot is where each ends. Runs of more than three times
+the length of an environment's shortest have a panel of their own. A dashed line is a published score, from
+references.csv, or a number where the line would press the curves to the ground. The same results give the same files to
+the byte.
 """
 
 import argparse
@@ -107,11 +109,16 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 
-    panels = defaultdict(lambda: defaultdict(list))  # {env_id: {variant: paths}}
-    for row in read_csv(results_folder / "runs.csv"):
+    runs = [row for row in read_csv(results_folder / "runs.csv") if row["script"] == script]
+    shortest = {}
+    for row in runs:
+        shortest[row["env_id"]] = min(int(row["total_steps"]), shortest.get(row["env_id"], sys.maxsize))
+    panels = defaultdict(lambda: defaultdict(list))  # {(env_id, whether these are much longer): {variant: paths}}
+    for row in runs:
         path = results_folder / script / f"{run_name(row['env_id'], row['variant'], row['seed'])}.csv"
-        if row["script"] == script and path.exists():
-            panels[row["env_id"]][row["variant"]].append(path)
+        if path.exists():
+            longer = int(row["total_steps"]) > 3 * shortest[row["env_id"]]
+            panels[row["env_id"], longer][row["variant"]].append(path)
     if not any(
         row["tag"] == tag for panel in panels.values() for paths in panel.values() for row in read_csv(paths[0])
     ):
@@ -131,10 +138,10 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
     across = -(-len(panels) // rows)
     figure = Figure(layout="constrained")
     seeds, sources = defaultdict(set), {}
-    for i, env_id in enumerate(sorted(panels)):
+    for i, (env_id, longer) in enumerate(sorted(panels)):
         axes = figure.add_subplot(rows, across, i + 1)
-        for variant in sorted(panels[env_id]):
-            drawn = curves(panels[env_id][variant], tag, most_bins)
+        for variant, paths in sorted(panels[env_id, longer].items()):
+            drawn = curves(paths, tag, most_bins)
             if drawn is None:
                 continue
             steps, values = drawn
@@ -146,10 +153,15 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
             if len(values) > 1:
                 axes.fill_between(steps, *bootstrap(values), color=colour, alpha=0.2, linewidth=0)
             axes.plot(steps, centre(values), **look, marker=".", markersize=4, markevery=[-1])
+        highest = axes.dataLim.ymax  # of the curves
         for reference, dashes in zip(references[env_id], ("--", ":", "-.")):
-            axes.axhline(float(reference["score"]), color="black", linewidth=0.8, linestyle=dashes)
+            score = float(reference["score"])
+            if score > 3 * highest > 0:
+                axes.text(0.02, 0.98, f"published: {score:g}", transform=axes.transAxes, va="top", fontsize=7)
+            else:
+                axes.axhline(score, color="black", linewidth=0.8, linestyle=dashes)
             sources[f"published: {reference['source']}, {EngFormatter(sep='')(int(reference['steps']))} steps"] = dashes
-        axes.set_title(env_id)
+        axes.set_title(f"{env_id}, longer runs" if longer else env_id)
         axes.set_xlim(left=0)
         if tag == "eval/battle_won_rate":
             axes.set_ylim(0, 1)
@@ -157,7 +169,8 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
         axes.locator_params("x", nbins=4, steps=[1, 2, 5, 10])
         if i + across >= len(panels):
             unit = "environment steps" if script == "qmix_smac" else "agent steps"
-            axes.set_xlabel(f"{unit} (4 frames each)" if script.endswith("atari") else unit)
+            frames = f"{unit}{' ' if columns > 1 else chr(10)}(4 frames each)"
+            axes.set_xlabel(frames if script.endswith("atari") else unit)
         if i % across == 0:
             axes.set_ylabel(LABELS[tag])
     lines = [Line2D([], [], **looks[name]) for name in settings if seeds[name]]
@@ -213,7 +226,8 @@ def main(argv: list[str]) -> None:
             if not (figure := draw(script, args.results_folder, args.columns, tag, args.bins)):
                 sys.exit(f"error: there are no results of {script} in {args.results_folder}, or none with {tag}")
             args.figures_folder.mkdir(parents=True, exist_ok=True)
-            print(*save(figure, args.figures_folder / script), sep="\n")
+            name = "__".join([script, *([] if args.columns == 2 else ["narrow"]), *(args.tag or "").split("/")[1:]])
+            print(*save(figure, args.figures_folder / name), sep="\n")
 
 
 if __name__ == "__main__":

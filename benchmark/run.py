@@ -7,7 +7,8 @@
 Flags behind `--` go to the scripts and make a variant. Each run has a working folder {runs folder}/{script}/{env}__
 {variant}__{seed}: the script's own runs/ folder, console.txt (all it printed) and run.json (each process: when, for how
 long, the commit, the versions, the machine). The same command started again skips what is finished and resumes what was
-interrupted; Ctrl-C interrupts all runs. A run that fails is named, the others go on, and the exit status is 1.
+interrupted; Ctrl-C interrupts all runs. A run that fails, or whose files are damaged, is named, the others go on, and
+the exit status is 1.
 
 A finished run becomes {results folder}/{script}/{env}__{variant}__{seed}.csv with the columns tag, step, value, count,
 and a row of {results folder}/runs.csv. A tag with more than 1000 points is thinned: the run is cut into 1000 bins of
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,18 +93,28 @@ class Run:
             return torch.load(folder / "model.pt", map_location="cpu", weights_only=True)["global_step"] >= total
         return any(step >= total for step, _ in read_scalars(folder).get("eval/episodic_return", ()))
 
+    def processes(self) -> list[dict]:
+        """Its processes so far, as run.json has them. One whose end nobody saw lasted until it printed its last."""
+        history = json.loads((self.folder / "run.json").read_text())["processes"]
+        if history[-1]["status"] is None:
+            started = datetime.datetime.fromisoformat(history[-1]["started"]).timestamp()
+            history[-1]["seconds"] = round((self.folder / "console.txt").stat().st_mtime - started, 1)
+        return history
+
     def start(self, provenance: dict) -> None:
-        """Start or resume it. Raises BlockingIOError while another process is at it."""
+        """Start or resume it, unless another program has finished it. Raises BlockingIOError while one is at it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "console.txt", "a") as console:
             fcntl.flock(console, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the script as long as it can print
+            if self.finished():
+                return
             arguments = self.arguments
             if folder := self.run_folder():
                 arguments = ["--resume", f"runs/{folder.name}"]
                 step = max([int(path.stem[11:]) for path in folder.glob("checkpoint_*.pt")], default=0)
                 self.begun = self.fraction = step / json.loads((folder / "args.json").read_text())["total_timesteps"]
             with contextlib.suppress(FileNotFoundError):
-                self.history = json.loads((self.folder / "run.json").read_text())["processes"]
+                self.history = self.processes()
             commit = git("rev-parse", "--short=10", "HEAD") or "unknown"
             changed = "-changed" if git("status", "--porcelain", f"{self.script}.py") else ""
             started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -208,25 +220,29 @@ def read_csv(path: Path) -> list[dict]:
 
 
 def collect(run: Run, results_folder: Path) -> None:
-    """Write a finished run's curves and its row in runs.csv, which replaces the row that it had."""
-    points = read_scalars(run.run_folder())
+    """Write a finished run's curves and its row in runs.csv, which replaces the row that it had.
+
+    Raises ValueError where the log does not reach the end of the run, and other errors where files are damaged.
+    """
+    points, history = read_scalars(run.run_folder()), run.processes()
+    total = json.loads((run.run_folder() / "args.json").read_text())["total_timesteps"]
+    if not any(step >= total for step, _ in points.get("eval/episodic_return", ())):
+        raise ValueError("its log is damaged: the evaluation at the end is not in there")
+    curves = [["tag", "step", "value", "count"]]
+    for tag in TAGS:
+        curves += [[tag, step, f"{value:.6g}", count] for step, value, count in thin(points.get(tag, []))]
     path = results_folder / f"{run}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["tag", "step", "value", "count"])
-        for tag in TAGS:
-            writer.writerows([tag, step, f"{value:.6g}", count] for step, value, count in thin(points.get(tag, [])))
+    write(path, "".join(",".join(map(str, row)) + "\n" for row in curves))
 
     def last(tag: str, episodes: int) -> float | str:
         values = [value for _, value in points.get(tag, [])[-episodes:]]
         return f"{np.mean(values):.6g}" if values else ""
 
     steps = max(step for tag in TAGS for step, _ in points.get(tag, [(0, 0)]))
-    tests = [won for step, won in points.get("eval/battle_won_rate", []) if step > 0.8 * steps]
+    tests = [won for step, won in points.get("eval/battle_won_rate", [])[:-1] if step > 0.8 * steps]
     console = (run.folder / "console.txt").read_text(errors="replace") if (run.folder / "console.txt").exists() else ""
     scores = re.findall(r"^evaluation: \S+ \+- (\S+) over (\d+)", console, re.M)
-    history = json.loads((run.folder / "run.json").read_text())["processes"]
     row = {
         "script": run.script,
         "env_id": run.env_id,
@@ -238,7 +254,9 @@ def collect(run: Run, results_folder: Path) -> None:
         "eval_std": scores[-1][0] if scores else "",
         "eval_episodes": scores[-1][1] if scores else "",
         "eval_battle_won_rate": last("eval/battle_won_rate", episodes=1),
-        "tests_battle_won_rate": f"{np.mean(tests):.6g}" if tests else "",  # over the last fifth of the run
+        "tests_battle_won_rate": f"{np.mean(tests):.6g}"
+        if tests
+        else "",  # over the last fifth of the run, without the evaluation
         "wall_seconds": round(sum(process["seconds"] for process in history)),
         "command": run.command,
     }
@@ -280,18 +298,34 @@ class Display:
         self.lines = len(block) if self.terminal else 0
 
 
+@contextlib.contextmanager
+def noted(name: str, failed: dict[str, str]) -> Iterator[None]:
+    """Note what goes wrong with one run, with damaged files for example, and go on with the others."""
+    try:
+        yield
+    except BlockingIOError:
+        failed[name] = "another process is at it"
+    except Exception as error:
+        failed[name] = " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def execute(runs: list[Run], jobs: int, results_folder: Path) -> int:
     """Run what is not finished, `jobs` at once, and collect it. Returns the exit status."""
     provenance = {"jobs": jobs, "versions": versions(), "machine": machine()}
     display, signals, sent = Display(), [], 0
     started = recorded = time.monotonic()
-    todo = [run for run in runs if not run.finished()]
+    todo, active, failed = [], [], {}
     for run in runs:
-        if run not in todo and not (results_folder / f"{run}.csv").exists():
-            collect(run, results_folder)
-    display.say(f"{len(runs) - len(todo)} of {len(runs)} runs are finished already")
-    waiting, active, failed = list(todo), [], {}
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        with noted(str(run), failed):
+            if run.finished():
+                collect(run, results_folder)  # again, if it was: what was written last time may be damaged
+            else:
+                todo.append(run)
+    waiting = list(todo)
+    display.say(f"{len(runs) - len(todo) - len(failed)} of {len(runs)} runs are finished already")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if handlers[signal.SIGHUP] == signal.SIG_IGN:  # nohup
+        del handlers[signal.SIGHUP]
     for number in handlers:
         signal.signal(number, lambda number, frame: signals.append(number))
 
@@ -299,11 +333,13 @@ def execute(runs: list[Run], jobs: int, results_folder: Path) -> int:
         while active or (waiting and not signals):
             while waiting and len(active) < jobs and not signals:
                 run = waiting.pop(0)
-                try:
+                with noted(str(run), failed):
                     run.start(provenance)
-                    active.append(run)
-                except BlockingIOError:
-                    failed[str(run)] = "another process is at it"
+                    if run.process:
+                        active.append(run)
+                    else:
+                        run.fraction = 1.0
+                        collect(run, results_folder)
             if len(signals) > sent:
                 display.say("stopping the runs; once more kills them (what they had saved stays whole)")
                 for run in active:
@@ -313,14 +349,16 @@ def execute(runs: list[Run], jobs: int, results_folder: Path) -> int:
                 active.remove(run)
                 run.record()
                 line = run.last_line()
-                if run.process.returncode == 0 and run.finished():
-                    run.fraction = 1.0
-                    collect(run, results_folder)
-                    display.say(f"{run}: finished after {clock(run.history[-1]['seconds'])}")
-                elif signals:
-                    display.say(f"{run}: interrupted")
-                else:
-                    failed[str(run)] = f"status {run.process.returncode}: {line}"
+                with noted(str(run), failed):
+                    if run.process.returncode == 0 and run.finished():
+                        run.fraction = 1.0
+                        collect(run, results_folder)
+                        display.say(f"{run}: finished after {clock(run.history[-1]['seconds'])}")
+                    elif signals:
+                        display.say(f"{run}: interrupted")
+                    else:
+                        failed[str(run)] = f"status {run.process.returncode}: {line}"
+                if str(run) in failed:
                     display.say(f"{run}: FAILED, {failed[str(run)]}")
             block = [line for run in active for line in (f"{run}:", f"    {run.last_line()}")]
             if time.monotonic() - recorded > 10:
@@ -348,14 +386,19 @@ def execute(runs: list[Run], jobs: int, results_folder: Path) -> int:
 
 def collect_all(runs_folder: Path, results_folder: Path) -> int:
     """Collect every finished run below the runs folder, and name the others. Returns the exit status."""
+    failed = {}
     for path in sorted(runs_folder.glob("*/*/run.json")):
-        fields = json.loads(path.read_text())
-        del fields["processes"]
-        run = Run(**fields, runs_folder=runs_folder)
-        if finished := run.finished():
-            collect(run, results_folder)
-        print(f"{run}: {'collected' if finished else 'not finished'}", flush=True)
-    return 0
+        name = str(path.parent.relative_to(runs_folder))
+        with noted(name, failed):
+            fields = json.loads(path.read_text())
+            del fields["processes"]
+            run = Run(**fields, runs_folder=runs_folder)
+            if finished := run.finished():
+                collect(run, results_folder)
+            print(f"{name}: {'collected' if finished else 'not finished'}", flush=True)
+    for name, reason in failed.items():
+        print(f"failed: {name}: {reason}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def main(argv: list[str]) -> int:
@@ -381,8 +424,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"{', '.join(sorted(own))} cannot stand behind --: this program sets it")
     runs = [
         Run(script, env_id, seed, flags, args.runs_folder.resolve())
-        for script in args.scripts
-        for env_id in args.env_ids
+        for script in dict.fromkeys(args.scripts)
+        for env_id in dict.fromkeys(args.env_ids)
         for seed in dict.fromkeys(args.seeds)
     ]
     if args.print:

@@ -4,8 +4,10 @@
     python benchmark/speed.py --scripts ppo_continuous --full     # whole runs of 1M steps: about half an hour
 
 Steady speed is measured from the end of the warm-up to the end of training, by the time stamps of the TensorBoard
-points (ours) or by what peers.py prints; wall time is the whole process's. The runs are interleaved (A B C A B C): a
-machine's speed drifts, a ratio less so. Prints a markdown table and appends every run to benchmark/results/speed.csv.
+points (ours) or by what peers.py prints; wall time is the whole process's. A machine that others use too is fast now
+and slow then: so the programs of a round run by turns, one for four seconds while the others are stopped, and only the
+time of one's own turns counts. Where that is long enough, speed is measured over the same part of the round for all:
+past every warm-up and before the first program ends. Prints a table and appends to benchmark/results/speed.csv.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,6 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from run import git
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +72,7 @@ ROWS = {
         },
     ),
     "dqn_per_atari": (  # the warm-up goes on until Adam's averages of dead units fade below 1e-38, which slows a CPU
-        16_000,
+        24_000,
         6_000,
         100_000,
         {
@@ -104,29 +108,69 @@ for _map in ("3m", "2s3z"):
     )
 
 
-def measure(command: str, warmup: int) -> dict:
-    """Run one command in an empty folder. Returns steady steps per second, wall seconds and peak memory in MB."""
-    script, *arguments = command.split()
-    with tempfile.TemporaryDirectory() as folder:
-        with open(f"{folder}/stdout", "w") as stdout, open(f"{folder}/stderr", "w") as stderr:
-            started = time.time()
-            process = subprocess.Popen(
-                [sys.executable, str(ROOT / script), *arguments], cwd=folder, stdout=stdout, stderr=stderr
-            )
-            _, status, usage = os.wait4(process.pid, 0)
-            wall = time.time() - started
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            sys.exit(f"error: {command} ended with status {process.returncode}: {Path(folder, 'stderr').read_text()}")
-        if runs := list(Path(folder, "runs").glob("*")):
-            events = EventAccumulator(str(runs[0]), size_guidance={"scalars": 0}).Reload().Scalars("charts/SPS")
-            points = [(event.step, event.wall_time) for event in events]
-        else:
-            lines = [line.split() for line in open(f"{folder}/stdout") if line.startswith("point")]
-            points = [(int(step), float(seconds)) for _, step, seconds in lines]
-    (first_step, first_time), (last_step, last_time) = next(p for p in points if p[0] >= warmup), points[-1]
-    speed = (last_step - first_step) / (last_time - first_time)
-    return {"steps_per_second": round(speed, 1), "wall_seconds": round(wall, 1), "peak_mb": usage.ru_maxrss // 1024}
+def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
+    """Run commands by turns of so many seconds, each to its end in an empty folder.
+
+    Returns for each its steady steps per second, its wall seconds and the peak memory in MB of its largest process.
+    """
+    processes, turns, peaks = [], [[] for _ in commands], [0] * len(commands)
+    running = list(range(len(commands)))
+    with tempfile.TemporaryDirectory() as root:
+        folders = [Path(root, str(i)) for i in running]
+        try:
+            for folder, command in zip(folders, commands):
+                folder.mkdir()
+                script, *arguments = command.split()
+                with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
+                    program = [sys.executable, str(ROOT / script), *arguments]
+                    options = {"cwd": folder, "stdout": stdout, "stderr": stderr, "start_new_session": True}
+                    processes.append(subprocess.Popen(program, **options))
+                os.killpg(processes[-1].pid, signal.SIGSTOP)  # and its workers, here and below
+            while running:
+                for i in list(running):
+                    begin, ended = time.time(), 0
+                    os.killpg(processes[i].pid, signal.SIGCONT)
+                    while not ended and time.time() < begin + turn:
+                        time.sleep(0.02)
+                        ended, status, usage = os.wait4(processes[i].pid, os.WNOHANG)
+                    turns[i].append((begin, time.time()))
+                    if not ended:
+                        os.killpg(processes[i].pid, signal.SIGSTOP)
+                        continue
+                    running.remove(i)
+                    peaks[i], processes[i].returncode = usage.ru_maxrss // 1024, os.waitstatus_to_exitcode(status)
+                    if processes[i].returncode:
+                        sys.exit(f"error: {commands[i]} failed: {(folders[i] / 'stderr').read_text()}")
+        finally:
+            for process in processes:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        points = [read_points(folder) for folder in folders]
+    begins = [next(clock for step, clock in each if step >= warmup) for each in points]
+    ends = [each[-1][1] for each in points]
+    if min(ends) - max(begins) >= 5 * turn * len(commands):  # at least five turns of each
+        begins, ends = [max(begins)] * len(commands), [min(ends)] * len(commands)
+    measured = []
+    for each, mine, begin, end, peak in zip(points, turns, begins, ends, peaks):
+        (first_step, first), *_, (last_step, last) = [(s, active(mine, t)) for s, t in each if begin <= t <= end]
+        speed, wall = (last_step - first_step) / (last - first), active(mine, mine[-1][1])
+        measured.append({"steps_per_second": round(speed, 1), "wall_seconds": round(wall, 1), "peak_mb": peak})
+    return measured
+
+
+def read_points(folder: Path) -> list[tuple[int, float]]:
+    """How many steps a program had done, and when, in seconds since the epoch."""
+    if runs := list((folder / "runs").glob("*")):
+        events = EventAccumulator(str(runs[0]), size_guidance={"scalars": 0}).Reload().Scalars("charts/SPS")
+        return [(event.step, event.wall_time) for event in events]
+    lines = [line.split() for line in (folder / "stdout").read_text().splitlines() if line.startswith("point")]
+    return [(int(step), float(seconds)) for _, step, seconds in lines]
+
+
+def active(turns: list[tuple[float, float]], clock: float) -> float:
+    """Seconds of a program's turns before `clock`."""
+    return sum(min(clock, end) - begin for begin, end in turns if begin < clock)
 
 
 def machine() -> str:
@@ -162,27 +206,28 @@ def main() -> None:
                 f"no program of {script} has one of these words in its name; there are {list(ROWS[script][3])}"
             )
     date = datetime.datetime.now().isoformat(sep=" ", timespec="minutes")  # marks the runs of one table
-    print(machine())
+    commit = git("rev-parse", "--short=10", "HEAD") + ("-changed" if git("status", "--porcelain", "*.py") else "")
+    print(machine(), commit)
     for script in args.scripts:
         steps, warmup, whole, commands = ROWS[script]
         commands = {name: command for name, command in commands.items() if wanted(name)}
         steps = whole if args.full else steps
         runs = {name: [] for name in commands}
         for repeat in range(repeats):
-            for name, command in commands.items():
-                run = measure(command.format(steps=steps), warmup)
+            measured = measure([command.format(steps=steps) for command in commands.values()], warmup)
+            for name, run in zip(commands, measured):
                 runs[name].append(run)
                 print(f"  {repeat + 1}/{repeats} {name}: {run}", file=sys.stderr, flush=True)
                 row = {"date": date, "script": script, "name": name, "steps": steps, **run}
                 write_header = not RESULTS.exists()
                 RESULTS.parent.mkdir(exist_ok=True)
                 with open(RESULTS, "a", newline="") as file:
-                    writer = csv.DictWriter(file, [*row, "machine"])
+                    writer = csv.DictWriter(file, [*row, "machine", "commit"])
                     if write_header:
                         writer.writeheader()
-                    writer.writerow(row | {"machine": machine()})
+                    writer.writerow(row | {"machine": machine(), "commit": commit})
         peer = next(iter(runs.values()))
-        print(f"\n{script}: medians of {repeats} interleaved runs of {steps:,} agent steps\n")
+        print(f"\n{script}: medians of {repeats} rounds of {steps:,} agent steps, by turns\n")
         print("| program | steps/s | ratio (min to max) | wall s | wall ratio | peak MB |\n|---|---|---|---|---|---|")
         for name, mine in runs.items():
             median = {key: statistics.median(run[key] for run in mine) for key in mine[0]}

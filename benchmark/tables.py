@@ -37,7 +37,8 @@ compared with the training return, but DQN's with the evaluation. It is blank wh
 environment (A3C's are of other frames and networks, QMIX's of the real SMAC). Wall time: the mean of whole
 runs, pauses excluded. Steps/s: in the tables of speed below, of the program with the row's flags, and how many times as
 fast as the peer it is; blank where that was not measured."""
-SPEEDS = """Speed: start and warm-up excluded, the programs in turn, medians over the rounds. Ratio: to the table's
+SPEEDS = """Speed: start and warm-up excluded, the programs by turns of four seconds (in tables that name no commit one
+whole run after the other, which a shared machine makes less exact), medians over the rounds. Ratio: to the table's
 first program, of each round, the median (least to most). Wall seconds: of the whole process. Peak: of its largest
 process. The "plain version" and "as in PyMARL" are no one's programs: they were written for this comparison
 (`benchmark/peers.py`), A3C's with the script's own network, QMIX's with one environment. Stable-Baselines3's DQN is
@@ -184,6 +185,8 @@ def speed_tables(measured: list[dict]) -> list[list[list[str]]]:
     for names, rounds in sets:
         tables.append([])
         script, steps, machine = (rounds[0][0][key] for key in ("script", "steps", "machine"))
+        if commit := rounds[0][0].get("commit"):
+            machine += f", commit {commit}"
         for i, name in enumerate(names):
             column = {
                 key: [float(each[i][key]) for each in rounds] for key in ("steps_per_second", "wall_seconds", "peak_mb")

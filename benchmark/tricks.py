@@ -5,6 +5,7 @@
 The sizes are those of each script's default arguments. Prints a markdown table and writes results/tricks.csv.
 """
 
+import argparse
 import csv
 import functools
 import statistics
@@ -140,6 +141,7 @@ def timed(program, calls: int) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     programs = {}
     for each in (ppo_programs, a2c_programs, a3c_programs, dqn_programs):

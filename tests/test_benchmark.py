@@ -209,6 +209,60 @@ def test_collected_tables(stub, tmp_path):
     assert before == {path: path.read_bytes() for path in (tmp_path / "results").rglob("*.csv")}
 
 
+@pytest.mark.parametrize(
+    "damaged, content", [("events", b""), ("events", None), ("run.json", b"{"), ("args.json", b"{"), ("model.pt", b"")]
+)
+def test_damaged_files_of_one_run_replace_no_result_and_stop_no_other(stub, tmp_path, capsys, damaged, content):
+    assert stub("--seeds", "1", "3") == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "results").rglob("*.csv")}
+    folder = tmp_path / "runs" / "stub" / "Env-v0__default__1"
+    (run_folder,) = (folder / "runs").iterdir()
+    torch.save({"global_step": 3000}, run_folder / "model.pt")
+    names = {"events": run_folder / "events.out.tfevents.1", "run.json": folder / "run.json"}
+    path = names.get(damaged, run_folder / damaged)
+    path.write_bytes(path.read_bytes()[:5000] if content is None else content)
+    capsys.readouterr()
+    assert run.main(["--collect", *FOLDERS(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "stub/Env-v0__default__3: collected\n"
+    assert captured.err.startswith("failed: stub/Env-v0__default__1: ")
+    assert before == {path: path.read_bytes() for path in (tmp_path / "results").rglob("*.csv")}
+
+
+def test_a_second_start_repairs_what_was_not_collected_whole(stub, tmp_path, capsys):
+    assert stub("--seeds", "1", "1", "--env-ids", "Env-v0", "Env-v0") == 0
+    curve, row = tmp_path / "results" / "stub" / "Env-v0__default__1.csv", tmp_path / "results" / "runs.csv"
+    before = curve.read_bytes(), row.read_bytes()
+    curve.write_bytes(before[0][:60])
+    row.write_bytes(before[1].splitlines(keepends=True)[0])
+    assert stub("--seeds", "1") == 0
+    assert (curve.read_bytes(), row.read_bytes()) == before
+
+
+def test_a_process_whose_end_nobody_saw_lasted_until_it_printed_its_last(tmp_path):
+    mine = run.Run("stub", "Env-v0", 1, [], tmp_path)
+    mine.folder.mkdir(parents=True)
+    process = {"started": "2026-01-01T00:00:00+00:00", "seconds": 10.0, "status": None}
+    (mine.folder / "run.json").write_text(json.dumps({"processes": [process]}))
+    (mine.folder / "console.txt").touch()
+    os.utime(mine.folder / "console.txt", (0, 1767225600 + 90))  # a minute and a half after 2026 began
+    assert [process["seconds"] for process in mine.processes()] == [90]
+
+
+def test_the_evaluation_is_no_test(stub, tmp_path):
+    (tmp_path / "events").unlink()
+    writer = SummaryWriter(str(tmp_path / "log2"))
+    for step, won in ((1000, 0.1), (2500, 0.2), (3000, 0.4), (3000, 1.0)):  # the last is the evaluation
+        writer.add_scalar("eval/battle_won_rate", won, step)
+        writer.add_scalar("eval/episodic_return", won, step)
+    writer.close()
+    (events,) = (tmp_path / "log2").iterdir()
+    events.rename(tmp_path / "events")
+    assert stub("--seeds", "1") == 0
+    (row,) = run.read_csv(tmp_path / "results" / "runs.csv")
+    assert (float(row["tests_battle_won_rate"]), float(row["eval_battle_won_rate"])) == (pytest.approx(0.3), 1)
+
+
 @pytest.mark.parametrize("step, finished", [(3000, True), (2999, False)])
 def test_a_model_of_the_last_step_is_a_finished_run(step, finished, tmp_path):
     mine = run.Run("stub", "Env-v0", 1, [], tmp_path)
@@ -369,10 +423,28 @@ def test_a_whole_name_of_a_program_is_that_program_only(word, chosen, monkeypatc
     monkeypatch.setitem(speed.ROWS, "s", (10, 1, 100, {name: name for name in names}))
     monkeypatch.setattr(speed, "RESULTS", tmp_path / "speed.csv")
     measured = {"steps_per_second": 1.0, "wall_seconds": 1.0, "peak_mb": 1}
-    monkeypatch.setattr(speed, "measure", lambda command, warmup: run_.append(command) or measured)
+    monkeypatch.setattr(speed, "measure", lambda commands, warmup: run_.extend(commands) or [measured] * len(commands))
     monkeypatch.setattr(sys, "argv", ["speed.py", "--scripts", "s", "--repeats", "1", "--programs", "Peer", word])
     speed.main()
     assert run_ == ["Peer", *chosen]
+
+
+def test_programs_that_run_by_turns_are_measured_by_their_own_time(monkeypatch, tmp_path):
+    """One does two steps in the time in which the other does one; each has half of the processor."""
+    (tmp_path / "busy.py").write_text("""
+import sys, time
+for step in range(int(sys.argv[1])):
+    for _ in range(int(sys.argv[2])):
+        sum(range(20_000))
+    print("point", step, time.time(), flush=True)
+""")
+    monkeypatch.setattr(speed, "ROOT", tmp_path)
+    one, two = speed.measure(["busy.py 250 20", "busy.py 500 10"], warmup=25, turn=0.1)
+    assert two["steps_per_second"] / one["steps_per_second"] == pytest.approx(2, rel=0.25)
+    assert two["wall_seconds"] / one["wall_seconds"] == pytest.approx(1, rel=0.25)
+    assert speed.active([(10, 11), (13, 14.5)], 14) == speed.active([(10, 11), (13, 14)], 99) == 2
+    with pytest.raises(SystemExit, match="invalid literal"):
+        speed.measure(["busy.py 100000 20", "busy.py x"], warmup=25, turn=0.1)
 
 
 @pytest.mark.parametrize("script", SMALL)

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import tyro
 from conftest import SCALE, SMALL, Run, checkpoints, execute, files_below, load, run_folder_in, scalars
 
 WRONG = {  # in every script: {what is wrong: (flags, what the line has to say)}
@@ -226,6 +228,22 @@ def test_tracking_with_a_wrong_key(tmp_path, script):
     env = {name: None for name in os.environ if name.startswith("WANDB_")} | {"WANDB_API_KEY": "abc"}
     assert_refused(Run(script, *SMALL[script], "--track", cwd=tmp_path / "cwd", env=env).wait(), "--track", "key")
     assert not list((tmp_path / "cwd").iterdir())
+
+
+@pytest.mark.parametrize("flags", ["--exp-name w2#lr", "--wandb-project-name a/b"])
+def test_tracking_under_a_name_that_cannot_be(call, tmp_path, monkeypatch, script, flags):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert_refused(call(script, *SMALL[script], "--track", *flags.split()), "--track", "characters")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_on_a_model_card_makes_the_run_anew(script):
+    """Also where the run was resumed: its command was --resume."""
+    module = importlib.import_module(script)
+    args = module.Args(seed=3, exp_name="two words", gamma=0.5, save_model=False, torch_deterministic=False)
+    program, name, *flags = shlex.split(module.command_line(dataclasses.replace(args, resume="runs/a run")))
+    assert (program, name, tyro.cli(module.Args, args=flags)) == ("python", f"{script}.py", args)
+    assert module.command_line(module.Args()) == f"python {script}.py"
 
 
 def test_an_upload_that_fails(call, tmp_path, monkeypatch, script):
@@ -466,8 +484,10 @@ def test_evaluation_asks_for_no_login_and_no_device(call, finished, tmp_path, mo
     monkeypatch.delenv("WANDB_MODE", raising=False)
     result, run_folder = finished
     model = load(run_folder / "model.pt")
-    model["args"] |= dict.fromkeys(["track", "upload_model", "cuda", "strict_cuda"], True)
+    model["args"] |= dict.fromkeys(["track", "upload_model", "capture_video", "cuda", "strict_cuda"], True)
     torch.save(model, tmp_path / "model.pt")
+    for package in ("wandb", "huggingface_hub", "moviepy"):
+        monkeypatch.setitem(sys.modules, package, None)
     evaluation = call(script, "--evaluate", "model.pt")
     assert (evaluation.status, evaluation.stdout) == (0, re.search(SCORE, result.stdout)[0])
     assert re.fullmatch(r"note: [^\n]*CPU[^\n]*\n", evaluation.stderr)

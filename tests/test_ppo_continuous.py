@@ -867,6 +867,23 @@ def test_resuming_is_exact_where_a_used_environment_is_not_a_new_one(tmp_path):
     assert_same_run(killed, whole)
 
 
+@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # of Box2D
+def test_an_environment_that_can_be_filmed_plays_the_same_episodes():
+    """To find out whether it renders, one is reset, and Box2D's walker remembers in the episode after the next."""
+    rows = {False: [], True: []}
+    for render in rows:
+        env = ppo.make_env("BipedalWalker-v3", render=render)
+        for seed in range(1, 4):
+            rng = np.random.default_rng(0)
+            rows[render].append(env.reset(seed=seed)[0])
+            over = False
+            while not over:
+                obs, _, over, _, _ = env.step(rng.uniform(-0.3, 0.3, 4).astype(np.float32))
+                rows[render].append(obs)
+        env.close()
+    assert np.array_equal(rows[False], rows[True])
+
+
 # A run that cannot go on
 
 

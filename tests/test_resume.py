@@ -4,6 +4,7 @@
 """
 
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import pkgutil
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import struct
@@ -105,7 +107,8 @@ def curves(run_folder):
 
 
 def assert_same_run(run_folder, reference):
-    names = [re.sub(r"tfevents.*", "tfevents", path.name) for path in sorted(run_folder.iterdir())]
+    files = [path for path in sorted(run_folder.iterdir()) if path.suffix != ".damaged"]
+    names = [re.sub(r"tfevents.*", "tfevents", path.name) for path in files]
     assert names == [re.sub(r"tfevents.*", "tfevents", path.name) for path in sorted(reference.iterdir())]
     for path in (*checkpoints(reference), reference / "model.pt"):
         assert_identical(load(run_folder / path.name), load(path), path.name)
@@ -516,3 +519,27 @@ def test_tracking_has_each_point_once_also_after_a_kill(tmp_path, script):
         (tag, step): [pytest.approx(value)] for tag, points in scalars(run_folder).items() for step, value in points
     }
     assert tracked == logged
+
+
+def test_new_arguments_outlive_a_kill_before_the_next_checkpoint(call, finished, tmp_path, monkeypatch, script):
+    """And a newest checkpoint that is damaged is put aside: it is not named as a good one, nor one of the two kept."""
+    name = copy_run(finished[1], tmp_path)
+    sound, damaged = checkpoints(tmp_path / name)
+    before = load(sound)
+    damaged.write_bytes(b"damaged")
+    seen = []
+    monkeypatch.setattr(importlib.import_module(script), "train", lambda args, *_: seen.append(args))  # no step of it
+    for flags in (["--gamma", "0.5", "--total-timesteps", "99999"], []):
+        assert call(script, "--resume", name, *flags).status == 0
+    assert [(args.gamma, args.total_timesteps) for args in seen] == [(0.5, 99999)] * 2
+    assert checkpoints(tmp_path / name) == [sound] and damaged.with_suffix(".damaged").exists()
+    assert str(load(sound)) == str(before | {"args": before["args"] | {"gamma": 0.5, "total_timesteps": 99999}})
+
+
+def test_the_line_that_resumes_can_be_pasted(tmp_path, script):
+    module = importlib.import_module(script)
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    (folder / "checkpoint_512.pt").touch()
+    words = shlex.split(module.how_to_resume(folder).split("resume with: ")[1])
+    assert words[-2:] == ["--resume", str(folder)]
