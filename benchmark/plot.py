@@ -202,8 +202,10 @@ def save(figure, stem: Path) -> list[Path]:
 
 def main(argv: list[str]) -> None:
     """Draw the figures, and name the files."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        sys.exit("error: figures need a package: pip install -r benchmark/requirements.txt")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", help="default: all that have any")
     parser.add_argument("--columns", type=int, choices=WIDTHS, default=2, help="of a paper: 3.25 or 6.75 inches wide")

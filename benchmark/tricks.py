@@ -116,15 +116,31 @@ def a3c_programs() -> dict:
 
 
 def dqn_programs() -> dict:
-    """The frames of a minibatch: 32 times 4 and their successors; and what the convolutions take of the first half."""
+    """Frames of a minibatch, 32 times 4 and their successors; what the convolutions take of the first half; Adam."""
+
+    def adam(flush: bool) -> None:
+        torch.set_flush_denormal(flush)
+        for state in optimizer.state.values():
+            state["exp_avg"].fill_(1e-40)  # as of units that died a thousand updates ago
+        optimizer.step()
+        torch.set_flush_denormal(False)
+
     frames = torch.zeros(20_000, 84 * 84, dtype=torch.uint8)
     rows = torch.randint(len(frames), (32, 8))
     flat = rows.ravel()
     network = dqn.QNetwork(4)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-9, fused=True)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
     obs = frames.index_select(0, flat).view(32, 8, 84, 84)[:, :4]
     return {
         "dqn_per_atari: frames of a minibatch, indexed": lambda: frames[rows],
         "dqn_per_atari: frames of a minibatch, index_select (the default)": lambda: frames.index_select(0, flat),
+        "dqn_per_atari: Adam where all units are dead": lambda: adam(flush=False),
+        "dqn_per_atari: Adam where all units are dead, numbers below 1e-38 flushed to zero (the default)": lambda: adam(
+            flush=True
+        ),
         "dqn_per_atari: 32 observations scaled, turned as floats": lambda: (
             obs.float().div_(255).contiguous(memory_format=torch.channels_last)
         ),

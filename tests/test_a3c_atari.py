@@ -584,6 +584,8 @@ def test_another_network_or_other_averages_are_refused(tmp_path, reference, caps
         "--resume --no-shared-optimizer",
         "--resume --no-lstm",
         "--evaluate --no-lstm",
+        "--resume --no-crop",
+        "--evaluate --no-crop",
     ]
     for way, *flags in map(str.split, wrong):
         monkeypatch.setattr(sys, "argv", ["a3c_atari.py", way, folder, *flags])

@@ -619,6 +619,31 @@ def test_training_is_adam_on_the_minibatches_with_a_target_network(tmp_path, mon
             torch.testing.assert_close(checkpoint[name][parameter], expected.cpu(), rtol=0, atol=tolerance)
 
 
+def test_numbers_that_slow_a_cpu_down_are_flushed_to_zero_which_changes_no_parameter(tmp_path, tiny):
+    """A unit that died has gradients of zero, and what Adam remembers of it fades until it is denormal."""
+
+    def small(tensor):  # compared as integers: a flushing processor takes denormal numbers for zero here too
+        return bool(((tensor.view(torch.int32) << 1 != 0) & (tensor.view(torch.int32) & 0x7F800000 == 0)).any())
+
+    found = {}
+    try:
+        for flush in (False, True):
+            flushes = torch.set_flush_denormal(flush) and flush
+            parameter = nn.Parameter(torch.linspace(-1, 1, 1000))
+            adam = torch.optim.Adam([parameter], lr=1e-4, fused=True)
+            for k in range(1200):
+                parameter.grad = torch.linspace(-3, 2, 1000) if k < 5 else torch.zeros(1000)
+                adam.step()
+            found[flush] = parameter.detach(), adam.state[parameter]["exp_avg"]
+        torch.set_flush_denormal(False)
+        train(tmp_path)
+        product = torch.full((8,), 1e-30) * 1e-9
+    finally:
+        torch.set_flush_denormal(False)
+    assert found[False][0].tolist() == found[True][0].tolist()
+    assert small(found[False][1]) and small(found[True][1]) == small(product) == (not flushes)
+
+
 def test_schedules_are_parts_of_the_run(tmp_path, tiny, monkeypatch):
     """What is logged, and what the exploration and the replay are given: 4 steps and, in the end, 2 draws a time."""
     used = {"charts/epsilon": [], "charts/per_beta": []}

@@ -679,6 +679,11 @@ def test_load_step_takes_the_nearest_and_leaves_the_run_as_it_is(call, tmp_path,
     mine = run_folder_in(tmp_path)
     assert checkpoints(mine)[-1].name == "checkpoint_800.pt"
     assert [step for step, _ in scalars(mine)["eval/battle_won_rate"]] == [800, 800]
+    first, last = checkpoints(mine)  # it has one from the first moment on, and goes on from there as it did
+    assert load(first)["args"]["total_timesteps"] == 800
+    model = load(mine / "model.pt")
+    last.unlink()
+    assert call("qmix_smac", "--resume", str(mine)).status == 0 and str(load(mine / "model.pt")) == str(model)
     for flags in ("--mixer vdn", "--optimizer adam", "--rnn-hidden-dim 8", "--buffer-size 10"):
         result = call("qmix_smac", "--resume", str(run_folder), *flags.split())
         assert result.status == 2 and flags in result.stderr
@@ -917,6 +922,7 @@ def stand_in(tmp_path, monkeypatch):
     maps = "def get_smac_map_registry():\n    return {'toy': {}, 'toys': {}, 'toyss': {}}\n"
     (package / "env" / "starcraft2" / "maps" / "smac_maps.py").write_text(maps)
     (tmp_path / "game" / "Maps" / "SMAC_Maps").mkdir(parents=True)
+    monkeypatch.setattr(q.Smac, "answered", False)
     monkeypatch.setenv("SC2PATH", str(tmp_path / "game"))
     monkeypatch.delenv("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", raising=False)
     q.smac_shape.cache_clear()
@@ -953,6 +959,32 @@ def test_games_end_crash_and_are_started_anew(stand_in, capfd):
     processes = [process for process, _ in envs.games]
     envs.close()
     assert not any(process.is_alive() for process in processes)
+
+
+@pytest.mark.parametrize("played", [True, False])
+def test_a_game_that_does_not_begin_is_started_anew_where_one_has_played(stand_in, monkeypatch, capfd, played):
+    """And where none ever has, it is said what to install."""
+
+    def start(envs, seed):
+        game = begin(envs, seed)
+        if seed == 11:
+            game[0].kill()
+        return game
+
+    if played:
+        before = q.make_envs(Args(env_id="smac/toy"), 1)
+        before.reset([1])
+        before.close()
+    begin = q.Smac._start
+    monkeypatch.setattr(q.Smac, "_start", start)
+    envs = q.make_envs(Args(env_id="smac/toy"), 1)
+    if played:
+        assert envs.reset([11])[0][0, 1] == 12
+        assert "started anew" in capfd.readouterr().err
+    else:
+        with pytest.raises(OSError, match=r"cannot be played.*pip install"):
+            envs.reset([11])
+    envs.close()
 
 
 def test_a_game_that_crashes_in_every_episode_is_given_up(stand_in):
