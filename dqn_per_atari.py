@@ -676,7 +676,7 @@ class Replay:
         rows = self.tree.sample(size, rng)
         k = np.arange(self.args.n_step)
         window = self.later(rows[:, None], k)  # (B, n)
-        goes_on = np.cumprod(~(self.terminations | self.truncations)[window], axis=1)
+        goes_on = np.cumprod(~(self.terminations[window] | self.truncations[window]), axis=1)
         counts = np.concatenate([np.ones((size, 1), int), goes_on[:, :-1]], axis=1)  # (B, n), 1 for k < m
         m = counts.sum(axis=1)
         returns = (self.args.gamma**k * counts * self.rewards[window]).sum(axis=1)
