@@ -1092,7 +1092,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({iterations})", file=sys.stderr)
     device = choose_device(args)
     keep_freed_memory()
-    # Trap: Adam's averages of units that died fade below 1e-38, where a CPU needs a hundred times as long for a number
+    # Trap: Adam's averages of units that died fade below 1e-38, where a CPU needs many times as long for each number
     torch.set_flush_denormal(True)
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the exploration and the minibatches
