@@ -531,6 +531,7 @@ class SumTree:
         self.depth = (capacity - 1).bit_length()
         self.first_leaf = 1 << self.depth
         self.nodes = np.zeros(2 * self.first_leaf)
+        self.left, self.right = self.nodes[::2], self.nodes[1::2]  # at k the children of node k: views, no copies
 
     def __getitem__(self, leaves: np.ndarray | slice) -> np.ndarray:
         return self.nodes[self.first_leaf :][leaves]
@@ -541,25 +542,24 @@ class SumTree:
         Sums are computed anew from both children: nothing drifts. Raises FloatingPointError where a value is negative
         or not finite: a single NaN in the root, and every draw would be the first leaf, without a word.
         """
-        if not (np.isfinite(values) & (np.asarray(values) >= 0)).all():
+        if not np.all((values >= 0) & (values < np.inf)):
             raise FloatingPointError("a priority is negative or not finite")
         nodes = self.first_leaf + leaves
         self.nodes[nodes] = values
         for _ in range(self.depth):
             nodes = nodes // 2
-            self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
+            self.nodes[nodes] = self.left[nodes] + self.right[nodes]
 
     def find(self, values: np.ndarray) -> np.ndarray:
         """For each value (K,) in [0, sum of all leaves) the leaf (K,) in whose part of the cumulated sum it lies."""
         nodes = np.ones(len(values), int)
         for _ in range(self.depth):
-            nodes = 2 * nodes
-            left = self.nodes[nodes]
+            left = self.left[nodes]
             # Trap: rounding may lift a value above the last sum. Without the second condition it would end on a leaf of
             # zero, whose weight is NaN
-            right = (values >= left) & (self.nodes[nodes + 1] > 0)
-            values = np.where(right, values - left, values)
-            nodes = nodes + right
+            goes_right = (values >= left) & (self.right[nodes] > 0)
+            values = values - left * goes_right
+            nodes = 2 * nodes + goes_right
         return nodes - self.first_leaf
 
     def sample(self, size: int, rng: np.random.Generator) -> np.ndarray:
@@ -626,12 +626,12 @@ class Replay:
         """Append frames (K, 84, 84) to the rings of games (K,). Returns their rows (K,)."""
         rows, device = self.head[games], self.frames.device
         self.frames.index_copy_(0, torch.from_numpy(rows).to(device), torch.from_numpy(frames).to(device))
-        self.ages[rows] = self.age[games].clip(max=3)
-        self.filled = max(self.filled, int(rows.max(initial=-1)) + 1)
+        self.ages[rows] = np.minimum(self.age[games], 3)
+        self.filled = max([self.filled, *(rows + 1).tolist()])
         self.head[games] = self.later(rows, 1)
         self.age[games] += 1
-        # What stood there is gone, and the three rows that follow it may have lost a frame of their stack
-        self.tree.set(self.later(rows[:, None], np.arange(4)).ravel(), 0.0)
+        # What stands three rows on may have lost a frame of its stack; the rows before it did so at the last writes
+        self.tree.set(self.later(rows, 3), 0.0)
         return rows
 
     def release(self, rows: np.ndarray) -> None:
@@ -662,9 +662,9 @@ class Replay:
         self.end(games, frames[games])
 
     def stacks(self, rows: np.ndarray) -> np.ndarray:
-        """Rows (B, 4) of the four frames that the agent saw at rows (B,), blank before a game's first."""
+        """Rows (..., 4) of the four frames that the agent saw at rows (...), blank before a game's first."""
         back = np.arange(3, -1, -1)
-        return np.where(back > self.ages[rows, None], self.rows, self.later(rows[:, None], -back))
+        return np.where(back > self.ages[rows][..., None], self.rows, self.later(rows[..., None], -back))
 
     def sample(self, size: int, beta: float, rng: np.random.Generator, device: torch.device | str = "cpu") -> tuple:
         r"""Draw B transitions: their rows (B,), and a batch on the device.
@@ -674,18 +674,18 @@ class Replay:
         weights w_i; all (B,). m is n, or the steps up to the return's end: a life's, a game's, or where it was cut off.
         """
         rows = self.tree.sample(size, rng)
-        k = np.arange(self.args.n_step)
-        window = self.later(rows[:, None], k)  # (B, n)
-        goes_on = np.cumprod(~(self.terminations[window] | self.truncations[window]), axis=1)
-        counts = np.concatenate([np.ones((size, 1), int), goes_on[:, :-1]], axis=1)  # (B, n), 1 for k < m
-        m = counts.sum(axis=1)
-        returns = (self.args.gamma**k * counts * self.rewards[window]).sum(axis=1)
+        m, goes_on, returns = np.zeros(size, int), np.ones(size, bool), np.zeros(size)
+        for k in range(self.args.n_step):
+            row = self.later(rows, k)
+            m += goes_on
+            returns += self.args.gamma**k * goes_on * self.rewards[row]
+            goes_on &= ~(self.terminations[row] | self.truncations[row])
         discounts = self.args.gamma**m * ~self.terminations[self.later(rows, m - 1)]
         weights = importance_weights(self.tree[rows], beta)
-        frames = torch.from_numpy(np.concatenate([self.stacks(rows), self.stacks(self.later(rows, m))], axis=1))
+        frames = torch.from_numpy(self.stacks(np.array([rows, self.later(rows, m)]).T))  # (B, 2, 4)
         # Detail: much faster than self.frames[frames]
         pixels = self.frames.index_select(0, move(frames.ravel(), self.frames.device)).view(size, 8, 84, 84)
-        columns = torch.from_numpy(np.stack([returns, discounts, weights]).astype(np.float32))
+        columns = torch.from_numpy(np.array([returns, discounts, weights], np.float32))
         actions = torch.from_numpy(self.actions[rows].astype(np.int64))
         pixels, actions, columns = (move(x, device) for x in (pixels, actions, columns))  # uint8 across the bus
         return rows, (pixels, actions, *columns)
@@ -694,10 +694,11 @@ class Replay:
         """Priorities p_i = |delta_i| + eps of rows (B,): [PER] Alg. 1, line 12. Raises FloatingPointError."""
         if self.args.prioritized:
             priorities = td_errors.abs().double().cpu().numpy() + 1e-6
-            if not np.isfinite(priorities).all():
+            highest = float(priorities.max())  # NaN, if one of them is
+            if not math.isfinite(highest):
                 raise FloatingPointError("a TD error is not finite: does a smaller learning rate help?")
             self.tree.set(rows, priorities**self.args.per_alpha)
-            self.max_priority = max(self.max_priority, float(priorities.max()))
+            self.max_priority = max(self.max_priority, highest)
 
     def pieces(self) -> list[torch.Tensor]:
         """Views of all frames so far, (K, 84, 84) each, of one game after the other in the order of the rows."""

@@ -5,14 +5,18 @@
 Each row is a full replay; times are medians of single calls on one thread. "The tree" stores nothing but priorities,
 and so does cpprb here (one byte per transition). "The replay" is the whole of it: single frames written, and stacks of
 four, their successors, n-step returns and weights gathered. An iteration of dqn_per_atari.py is four adds, and eight
-draws and updates. Then full replays of frames from random play are written as checkpoints are, and read: of Breakout,
-and of two games whose screens are full of noise.
-Prints markdown tables and writes benchmark/results/replay.csv and replay_checkpoint.csv.
+draws and updates. Then Breakout is trained from replays that are full from the beginning, with the script's defaults,
+to see which part of that time they take: more than the single calls, since a draw after a gradient step finds nothing
+in the processor's caches. Then full replays of frames from random play are written as checkpoints are, and read: of
+Breakout, and of two games whose screens are full of noise.
+Prints markdown tables and writes benchmark/results/replay.csv, replay_share.csv and replay_checkpoint.csv.
 """
 
 import argparse
+import contextlib
 import csv
 import importlib.metadata
+import io
 import statistics
 import sys
 import tempfile
@@ -52,13 +56,20 @@ def our_tree(size: int) -> tuple:
     return add, sample, lambda: tree.set(rows, rng.random(32) ** 0.6)
 
 
+class FullReplay(dqn.Replay):
+    """A replay that is full from the beginning: of blank frames, all in memory."""
+
+    def __init__(self, args: dqn.Args, device: str = "cpu") -> None:
+        super().__init__(args, device)
+        self.frames[: self.rows].fill_(1)
+        self.ages.fill(3)
+        self.filled = self.released = self.rows
+        self.tree.set(np.arange(self.rows), rng.random(self.rows))
+
+
 def our_replay(size: int) -> tuple:
-    """The replay with its frames, all in memory."""
-    replay, rows = dqn.Replay(dqn.Args(buffer_size=size)), None
-    replay.frames[:size].fill_(1)
-    replay.ages.fill(3)
-    replay.filled = size
-    replay.tree.set(np.arange(size), rng.random(size))
+    """The replay with its frames."""
+    replay, rows = FullReplay(dqn.Args(buffer_size=size)), None
     step = rng.integers(256, size=(8, 84, 84), dtype=np.uint8), *np.zeros((2, 8)), *np.zeros((2, 8), bool)
 
     def sample() -> None:
@@ -83,6 +94,46 @@ def cpprb_tree(size: int) -> tuple:
 
     zeros = np.zeros(8, np.uint8)
     return lambda: buffer.add(x=zeros), sample, lambda: buffer.update_priorities(indexes, rng.random(32))
+
+
+def share(size: int, steps: int = 10_016, warmup: int = 4_000) -> dict:
+    """Percent of the time of training that adds, draws and updates take, from the end of the warm-up on."""
+    seconds = dict.fromkeys(("add", "sample", "update"), 0.0)
+    moments = []  # of the last add: the seconds so far
+
+    def timed(name: str, part: str):
+        plain = getattr(FullReplay, name)
+
+        def method(*args):
+            started = time.perf_counter()
+            result = plain(*args)
+            seconds[part] += time.perf_counter() - started
+            if name == "add":
+                moments.append({"training": time.perf_counter()} | seconds)
+            return result
+
+        return method
+
+    parts = {"add": "add", "end": "add", "sample": "sample", "update": "update"}
+    replay = type("TimedReplay", (FullReplay,), {name: timed(name, part) for name, part in parts.items()})
+    args = dqn.Args(cuda=False, eval_episodes=1, learning_starts=2000, buffer_size=size, total_timesteps=steps)
+    args.checkpoint_interval = 10 * steps
+    plain, dqn.Replay = dqn.Replay, replay
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            dqn.train(args, Path(folder), None)
+    finally:
+        dqn.Replay = plain
+    first, last = moments[warmup // args.num_envs], moments[-1]
+    parts = {name: 100 * (last[name] - first[name]) / (last["training"] - first["training"]) for name in seconds}
+    return {
+        "transitions": size,
+        "steps_per_second": round((steps - warmup) / (last["training"] - first["training"]), 1),
+        **{f"{name}_percent": round(part, 2) for name, part in parts.items()},
+        "sum_percent": round(sum(parts.values()), 2),
+        "threads": args.torch_threads,
+        "machine": machine(),
+    }
 
 
 def checkpoint(size: int, env_id: str, frames_played: int = 40_000) -> dict:
@@ -169,10 +220,13 @@ def main() -> None:
         name, size, *times = row.values()
         print(f"| {name} | {size:,} | " + " | ".join(f"{value:.3f}" for value in times) + " |")
     write_csv(args.output, [row | {"machine": versions} for row in rows])
-    rows = [checkpoint(args.sizes[-1], f"{game}NoFrameskip-v4") for game in GAMES]
-    for row in rows:
-        print("\n" + ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in row.items()))
-    write_csv(args.output.with_name("replay_checkpoint.csv"), rows)
+    for name, rows in (
+        ("replay_share.csv", [share(size) for size in args.sizes]),
+        ("replay_checkpoint.csv", [checkpoint(args.sizes[-1], f"{game}NoFrameskip-v4") for game in GAMES]),
+    ):
+        for row in rows:
+            print("\n" + ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in row.items()), flush=True)
+        write_csv(args.output.with_name(name), rows)
 
 
 if __name__ == "__main__":

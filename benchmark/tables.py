@@ -54,6 +54,7 @@ OTHERS = {  # further tables of README, of results/<name>.csv: by which program,
         "What the tricks of the scripts gain (the last one nothing), in microseconds on one thread",
     ),
     "replay": ("replay.py", "Milliseconds that prioritised replay takes on one thread, beside cpprb (C++)"),
+    "replay_share": ("replay.py", "Percent of the time of training that a full replay takes"),
     "replay_checkpoint": ("replay.py", "A full replay in a checkpoint"),
     "frozen_or_fresh": (
         "frozen_or_fresh.py RUNS_FOLDER",
