@@ -171,6 +171,8 @@ class Args:
     """agent steps of the whole run, all games together, four frames each (rounded up to whole iterations)"""
     learning_rate: float = 1e-4
     """the learning rate of Adam (live.json may change it)"""
+    adam_eps: float = 1e-8
+    """the epsilon of Adam ([RBW] has 1.5e-4)"""
     num_steps: int = 4
     """agent steps in each game per iteration"""
     updates: int = 8
@@ -221,7 +223,7 @@ class Args:
             ("torch_threads", "between 1 and 1024", lambda value: 1 <= value <= 1024),
             ("env_threads", "zero or more", lambda value: value >= 0),
             ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
-            ("learning_rate max_grad_norm", "positive and finite", lambda value: 0 < value < math.inf),
+            ("learning_rate adam_eps max_grad_norm", "positive and finite", lambda value: 0 < value < math.inf),
             ("gamma per_alpha per_beta eval_epsilon", "between 0 and 1", lambda value: 0 <= value <= 1),
             ("start_epsilon middle_epsilon end_epsilon", "between 0 and 1", lambda value: 0 <= value <= 1),
             ("middle_fraction end_fraction", "above 0 and at most 1", lambda value: 0 < value <= 1),
@@ -627,7 +629,8 @@ class Replay:
         rows, device = self.head[games], self.frames.device
         self.frames.index_copy_(0, torch.from_numpy(rows).to(device), torch.from_numpy(frames).to(device))
         self.ages[rows] = np.minimum(self.age[games], 3)
-        self.filled = max([self.filled, *(rows + 1).tolist()])
+        if self.filled < self.rows:
+            self.filled = max([self.filled, *(rows + 1).tolist()])
         self.head[games] = self.later(rows, 1)
         self.age[games] += 1
         # What stands three rows on may have lost a frame of its stack; the rows before it did so at the last writes
@@ -691,13 +694,16 @@ class Replay:
         return rows, (pixels, actions, *columns)
 
     def update(self, rows: np.ndarray, td_errors: torch.Tensor) -> None:
-        """Priorities p_i = |delta_i| + eps of rows (B,): [PER] Alg. 1, line 12. Raises FloatingPointError."""
+        """Priorities p_i = |delta_i| + eps of rows (B,): [PER] Alg. 1, line 12. Raises FloatingPointError.
+
+        Rows that can no longer be drawn since then stay so.
+        """
         if self.args.prioritized:
             priorities = td_errors.abs().double().cpu().numpy() + 1e-6
             highest = float(priorities.max())  # NaN, if one of them is
             if not math.isfinite(highest):
                 raise FloatingPointError("a TD error is not finite: does a smaller learning rate help?")
-            self.tree.set(rows, priorities**self.args.per_alpha)
+            self.tree.set(rows, np.where(self.tree[rows] > 0, priorities**self.args.per_alpha, 0.0))
             self.max_priority = max(self.max_priority, highest)
 
     def pieces(self) -> list[torch.Tensor]:
@@ -1160,7 +1166,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         part = global_step / last_step  # of the run
         epsilon = float(np.interp(part, (0, args.middle_fraction, args.end_fraction), epsilons))
         per_beta = args.per_beta + (1 - args.per_beta) * part
-        optimizer.param_groups[0]["lr"] = args.learning_rate
+        optimizer.param_groups[0] |= {"lr": args.learning_rate, "eps": args.adam_eps}
 
         # Play T steps in each game: [DQN] Alg. 1, lines "select a_t" to "store transition"
         for _ in range(T):

@@ -40,10 +40,10 @@ fast as the peer it is; blank where that was not measured."""
 SPEEDS = """Speed: start and warm-up excluded, the programs by turns of four seconds, medians over the rounds. Ratio:
 to the table's first program, of each round, the median (least to most). Wall seconds: of the whole process. Peak: of
 its largest process. Tables that name no commit are of an earlier `speed.py`: one whole run after the other, which a
-shared machine makes less exact, and of DQN 8,000 steps, in which few units have been dead for long (see above). The
-"plain version" and "as in PyMARL" are no one's programs: they were written for this comparison
-(`benchmark/peers.py`), A3C's with the script's own network, QMIX's with one environment. Stable-Baselines3's DQN is
-neither double nor dueling nor prioritised."""
+shared machine makes less exact, PPO's on one core while the other was busy, and of DQN 8,000 steps, in which few units
+have been dead for long (see above). The "plain version" and "as in PyMARL" are no one's programs: they were written for
+this comparison (`benchmark/peers.py`), A3C's with the script's own network, QMIX's with one environment.
+Stable-Baselines3's DQN is neither double nor dueling nor prioritised."""
 NO_COST = """--total-timesteps --checkpoint-interval --seed --no-cuda --log-std-init --no-bootstrap-truncation
     --bootstrap-timeouts --middle-fraction --end-fraction --target-interval"""  # flags with which a step takes as long
 
