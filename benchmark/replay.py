@@ -1,14 +1,14 @@
 """What prioritised replay costs: adding 8 transitions, drawing 32, and writing 32 priorities, beside cpprb (C++).
 
-    python benchmark/replay.py            # some minutes on a quiet machine; the larger replay takes 7.5 GB
+    python benchmark/replay.py            # a quarter of an hour, quiet; the larger replay takes 7.5 GB
 
 Each row is a full replay; times are medians of single calls on one thread. "The tree" stores nothing but priorities,
 and so does cpprb here (one byte per transition). "The replay" is the whole of it: single frames written, and stacks of
 four, their successors, n-step returns and weights gathered. An iteration of dqn_per_atari.py is four adds, and eight
 draws and updates. Then Breakout is trained from replays that are full from the beginning, with the script's defaults,
-to see which part of that time they take: more than the single calls, since a draw after a gradient step finds nothing
-in the processor's caches. Then full replays of frames from random play are written as checkpoints are, and read: of
-Breakout, and of two games whose screens are full of noise.
+to see which part of that time they take (the median of three runs): more than the single calls, since a draw after a
+gradient step finds nothing in the processor's caches. Then full replays of frames from random play are written as
+checkpoints are, and read: of Breakout, and of two games whose screens are full of noise.
 Prints markdown tables and writes benchmark/results/replay.csv, replay_share.csv and replay_checkpoint.csv.
 """
 
@@ -33,6 +33,7 @@ from speed import machine  # noqa: E402
 
 import dqn_per_atari as dqn  # noqa: E402
 
+TABLES = ("calls", "share", "checkpoint")
 GAMES = ("Breakout", "JourneyEscape", "YarsRevenge")  # the first is the default, the screens of the others are noisy
 rng = np.random.default_rng(0)
 
@@ -96,7 +97,12 @@ def cpprb_tree(size: int) -> tuple:
     return lambda: buffer.add(x=zeros), sample, lambda: buffer.update_priorities(indexes, rng.random(32))
 
 
-def share(size: int, steps: int = 10_016, warmup: int = 4_000) -> dict:
+def share(size: int, runs: int = 3) -> dict:
+    """The run with the median share of several."""
+    return sorted((share_of_a_run(size) for _ in range(runs)), key=lambda row: row["sum_percent"])[runs // 2]
+
+
+def share_of_a_run(size: int, steps: int = 10_016, warmup: int = 4_000) -> dict:
     """Percent of the time of training that adds, draws and updates take, from the end of the warm-up on."""
     seconds = dict.fromkeys(("add", "sample", "update"), 0.0)
     moments = []  # of the last add: the seconds so far
@@ -198,18 +204,14 @@ def milliseconds(functions: tuple, repeats: int) -> list[float]:
     return [1e3 * statistics.median(mine) for mine in seconds]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", type=int, default=[2**14, 2**20])
-    parser.add_argument("--repeats", type=int, default=2000)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmark" / "results" / "replay.csv")
-    args = parser.parse_args()
+def single_calls(sizes: list[int], repeats: int, output: Path) -> None:
+    """The table of single calls."""
     torch.set_num_threads(1)
     rows = []
-    for size in args.sizes:
+    for size in sizes:
         programs = {"the tree": our_tree, "cpprb": cpprb_tree, "the replay": our_replay}
         for name, make in programs.items():
-            add, sample, update = milliseconds(make(size), args.repeats)
+            add, sample, update = milliseconds(make(size), repeats)
             whole = 4 * add + 8 * (sample + update)
             times = {"add_8": add, "sample_32": sample, "update_32": update, "iteration": whole}
             rows.append({"name": name, "transitions": size} | {key: round(value, 4) for key, value in times.items()})
@@ -219,14 +221,27 @@ def main() -> None:
     for row in rows:
         name, size, *times = row.values()
         print(f"| {name} | {size:,} | " + " | ".join(f"{value:.3f}" for value in times) + " |")
-    write_csv(args.output, [row | {"machine": versions} for row in rows])
-    for name, rows in (
-        ("replay_share.csv", [share(size) for size in args.sizes]),
-        ("replay_checkpoint.csv", [checkpoint(args.sizes[-1], f"{game}NoFrameskip-v4") for game in GAMES]),
+    write_csv(output, [row | {"machine": versions} for row in rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", type=int, default=[2**14, 2**20])
+    parser.add_argument("--repeats", type=int, default=2000, help="single calls of each kind")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmark" / "results" / "replay.csv")
+    args = parser.parse_args()
+    if "calls" in args.tables:
+        single_calls(args.sizes, args.repeats, args.output)
+    for name, table in (
+        ("share", lambda: [share(size) for size in args.sizes]),
+        ("checkpoint", lambda: [checkpoint(args.sizes[-1], f"{game}NoFrameskip-v4") for game in GAMES]),
     ):
-        for row in rows:
-            print("\n" + ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in row.items()), flush=True)
-        write_csv(args.output.with_name(name), rows)
+        if name in args.tables:
+            rows = table()
+            for row in rows:
+                print("\n" + ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in row.items()), flush=True)
+            write_csv(args.output.with_name(f"replay_{name}.csv"), rows)
 
 
 if __name__ == "__main__":
