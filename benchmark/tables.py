@@ -170,13 +170,17 @@ def speed_tables(measured: list[dict]) -> list[list[list[str]]]:
     """Tables of speed: for each script, number of steps and processor the newest set of interleaved runs.
 
     A set are the rows of one call of speed.py. Its rounds begin with the peer; one that was broken off is left out.
-    An older set is shown too where it has a program that no newer one has.
+    An older set is shown too where it has a program that no newer one has; of the earlier speed.py, which wrote no
+    commit, only where no other set of any machine has that program.
     """
+    by_turns = by([row for row in measured if row.get("commit")], "script", "steps")
     measured = [row | {"processor": row["machine"].split(", Python")[0]} for row in measured]
     sets = []
     for same in by(measured, "script", "steps", "processor").values():
         shown = set()
+        replaced = {row["name"] for row in by_turns.get((same[0]["script"], same[0]["steps"]), [])}
         for rows in reversed(by(same, "date", "machine").values()):
+            shown |= set() if rows[0].get("commit") else replaced
             names = list(dict.fromkeys(row["name"] for row in rows))
             rounds = [rows[i : i + len(names)] for i, row in enumerate(rows) if row["name"] == names[0]]
             rounds = [each for each in rounds if [row["name"] for row in each] == names]

@@ -373,6 +373,13 @@ def test_speed_table_takes_the_newest_whole_rounds():
         ["peer", "1,000", "1", "50", "1.00"],
         ["other", "1,000", "1", "25", "0.50"],
     ]
+    # Of another machine: it replaces what a speed.py that wrote no commit measured of the same programs anywhere
+    by_turns = [line | {"machine": "N, Python 3", "commit": "c0ffee"} for line in today]
+    shown = tables.speed_tables(older + measured + by_turns)
+    assert [[line[1] for line in table] for table in shown] == [["peer", "other"], ["peer", "ours"]]
+    assert shown[1][0][8] == "N, Python 3, commit c0ffee"
+    with_commits = [line | {"commit": "decaf"} for line in measured]
+    assert len(tables.speed_tables(with_commits + by_turns)) == 2  # one of each machine
 
 
 def test_scores_name_the_speed_of_the_program_with_the_same_flags():
