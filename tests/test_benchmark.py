@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import plot
+import replay
 import run
 import speed
 import tables
@@ -353,6 +355,22 @@ def test_tables_say_what_the_results_say(tmp_path):
 
     (tmp_path / "tables" / "scores.tex").write_text("edited by hand")
     assert make_tables(tmp_path, results, "--check") == 1
+
+
+def test_the_share_of_the_replay_is_what_its_calls_take(monkeypatch):
+    """Priorities that take 50 ms, beside gradient steps of some 20."""
+    plain = replay.dqn.Replay
+
+    def update(self, *inputs):
+        time.sleep(0.05)
+        plain.update(self, *inputs)
+
+    monkeypatch.setattr(replay.FullReplay, "update", update)
+    row = replay.share_of_a_run(2048, steps=352, warmup=192)
+    parts = [row[f"{name}_percent"] for name in ("add", "sample", "update")]
+    assert 40 < parts[2] < 100 and 0 < max(parts[:2]) < 20
+    assert row["sum_percent"] == pytest.approx(sum(parts), abs=0.02)
+    assert replay.dqn.Replay is plain
 
 
 def test_speed_table_takes_the_newest_whole_rounds():
