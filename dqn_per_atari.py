@@ -696,7 +696,7 @@ class Replay:
     def update(self, rows: np.ndarray, td_errors: torch.Tensor) -> None:
         """Priorities p_i = |delta_i| + eps of rows (B,): [PER] Alg. 1, line 12. Raises FloatingPointError.
 
-        Rows that can no longer be drawn since then stay so.
+        Rows that have lost a frame since they were drawn keep zero.
         """
         if self.args.prioritized:
             priorities = td_errors.abs().double().cpu().numpy() + 1e-6

@@ -58,7 +58,7 @@ def our_tree(size: int) -> tuple:
 
 
 class FullReplay(dqn.Replay):
-    """A replay that is full from the beginning: of blank frames, all in memory."""
+    """A replay that is full from the beginning: of grey frames, all in memory."""
 
     def __init__(self, args: dqn.Args, device: str = "cpu") -> None:
         super().__init__(args, device)
