@@ -91,7 +91,7 @@ def curves(paths: list[Path], tag: str, most_bins: int) -> tuple[np.ndarray, np.
 
 
 def setting(script: str, variant: str) -> str:
-    """The flags of a variant but for the length of its runs and for what is the script's default."""
+    """The flags of a variant, sorted, but for the length of its runs and for what is the script's default."""
     path = ROOT / f"{script}.py"
     source = path.read_text() if path.exists() else ""
     kept = []
@@ -100,7 +100,7 @@ def setting(script: str, variant: str) -> str:
         default = re.search(rf'^    {name.replace("-", "_")}: .* = "?{re.escape(value)}"?$', source, re.M)
         if name != "total-timesteps" and not (value and default):
             kept.append(flag)
-    return " ".join(kept)
+    return " ".join(sorted(kept))
 
 
 def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: int):
@@ -123,9 +123,10 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
         row["tag"] == tag for panel in panels.values() for paths in panel.values() for row in read_csv(paths[0])
     ):
         return None
-    settings = sorted(
-        {setting(script, variant) for panel in panels.values() for variant in panel}
-    )  # the defaults, "", first
+    flags = {name: FLAG.findall(name) for panel in panels.values() for name in (setting(script, v) for v in panel)}
+    common = set.intersection(*map(set, flags.values())) if len(flags) > 1 else set()
+    own = {name: " ".join(flag for flag in flags[name] if flag not in common) for name in flags}
+    settings = sorted(flags, key=own.get)  # the defaults, "", first
     looks = [{"color": colour, "linestyle": dashes} for dashes in ("-", "--", ":", "-.") for colour in COLOURS]
     looks = {name: looks[i % len(looks)] | {"linewidth": 1.4} for i, name in enumerate(settings)}
     references = defaultdict(list)
@@ -174,9 +175,13 @@ def draw(script: str, results_folder: Path, columns: int, tag: str, most_bins: i
         if i % across == 0:
             axes.set_ylabel(LABELS[tag])
     lines = [Line2D([], [], **looks[name]) for name in settings if seeds[name]]
-    names = [f"{name or 'defaults'}: {describe(seeds[name])}" for name in settings if seeds[name]]
+    names = [f"{own[name] or 'defaults'}: {describe(seeds[name])}" for name in settings if seeds[name]]
     lines += [Line2D([], [], color="black", linewidth=0.8, linestyle=dashes) for dashes in sources.values()]
-    labels = [textwrap.fill(label, 58 * columns, break_on_hyphens=False) for label in [*names, *sources]]
+    labels = [*names, *sources]
+    if common:
+        labels.append("all runs with " + " ".join(flag for flag in flags[settings[0]] if flag in common))
+        lines.append(Line2D([], [], linestyle="none"))
+    labels = [textwrap.fill(label, 58 * columns, break_on_hyphens=False) for label in labels]
     figure.legend(lines, labels, loc="outside lower center")
     height = rows * min(0.85 * WIDTHS[columns] / across, 2) + 0.25 + 0.15 * "\n".join(labels).count("\n")
     figure.set_size_inches(WIDTHS[columns], height + 0.15)

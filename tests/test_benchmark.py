@@ -437,9 +437,9 @@ def test_speed_of_another_number_of_workers_is_not_taken_and_another_game_is_nam
 
 def test_a_setting_has_no_lengths_and_no_defaults():
     assert plot.setting("qmix_smac", "--total-timesteps 500 --mixer qmix") == ""
-    assert plot.setting("qmix_smac", "--mixer vdn --total-timesteps 500 --gamma 0.98") == "--mixer vdn --gamma 0.98"
+    assert plot.setting("qmix_smac", "--mixer vdn --total-timesteps 500 --gamma 0.98") == "--gamma 0.98 --mixer vdn"
     assert plot.setting("ppo_continuous", "--log-std-init -1 --num-envs 1") == "--log-std-init -1"
-    assert plot.setting("ppo_continuous", "--num-envs 8 --compile") == "--num-envs 8 --compile"
+    assert plot.setting("ppo_continuous", "--num-envs 8 --compile") == "--compile --num-envs 8"
 
 
 @pytest.mark.parametrize("word, chosen", [("s.py", ["s.py"]), ("bf16", ["s.py --bf16", "s.py --bf16 --compile"])])
@@ -569,3 +569,17 @@ def test_runs_of_another_length_share_the_colour_and_no_two_variants_look_alike(
     looks = [(line.get_color(), line.get_linestyle()) for line in legend.get_lines()]
     assert names == ["defaults", *others, "--seed-offset 1", "published"]
     assert len(set(looks)) == len(looks)
+
+
+def test_flags_that_all_runs_of_a_figure_have_are_named_once(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install -r benchmark/requirements.txt")
+    variants = ("--gamma 0.9 --num-envs 8", "--num-envs 8", "--num-envs 8 --gamma 0.9 --compile")
+    (legend,) = plot.draw(
+        "ppo_continuous", make_results(tmp_path, seeds=[1], variants=variants), 2, plot.TAG, 100
+    ).legends
+    names = [text.get_text().split(":")[0] for text in legend.get_texts()]
+    assert names == ["defaults", "--compile --gamma 0.9", "--gamma 0.9", "published", "all runs with --num-envs 8"]
+    (tmp_path / "alone").mkdir()
+    results = make_results(tmp_path / "alone", seeds=[1], variants=("--num-envs 8",))
+    (legend,) = plot.draw("ppo_continuous", results, 2, plot.TAG, 100).legends
+    assert [text.get_text().split(":")[0] for text in legend.get_texts()] == ["--num-envs 8", "published"]
