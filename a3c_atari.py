@@ -913,7 +913,8 @@ def actor_learner(
     A worker plays rollouts as long as the steps of all are well below `stop`, and to the number of its own steps
     `quota` at the end, so that all together stop exactly there. Then it sends None and waits for a new (stop, quota,
     whether to begin anew). It sends (step, {tag: value}) when it has something for the log. Where workers outnumber the
-    cores, each takes one of the `turns` for a rollout: to be interrupted within it, again and again, costs much more.
+    cores, each takes one of the `turns` for four rollouts: to be interrupted within one costs much more, and with turns
+    of one rollout the processor's caches would be refilled for each.
     """
     parent = os.getppid()
     device = choose_device(args)
@@ -929,13 +930,16 @@ def actor_learner(
             act = torch.jit.trace_module(agent, {"step": (frame, state)}, check_trace=False).step
     steps, updates = shared.steps.numpy(), shared.updates.numpy()
     moments = shared.moments[0 if args.shared_optimizer else rank]
-    stop = quota = 0
+    stop = quota = turn = 0  # turn: how many more rollouts this worker may play in its turn
 
     while True:
         # At most one rollout per worker is under way when the first worker sees that fewer than W t_max steps are left
         room = stop - steps.sum() - args.num_workers * args.num_steps
         t_max = args.num_steps if room > 0 else min(args.num_steps, quota - steps[rank])
         if t_max <= 0:
+            if turn:
+                turns.release()
+                turn = 0
             pipe.send(None)
             stop, quota, anew = pipe.recv()
             if anew:
@@ -949,8 +953,9 @@ def actor_learner(
         if os.getppid() != parent:  # it was killed, and this is not Linux: see run_worker
             os._exit(1)
 
-        if turns:
+        if turns and not turn:
             turns.acquire()
+            turn = 4
         # theta' = theta. Others may write meanwhile: a mixture of two versions is as welcome as either ([HOG], no lock)
         learning_rate = args.learning_rate * (1 - steps.sum() / args.total_timesteps if args.anneal_lr else 1)
         theta.copy_(shared.theta)
@@ -1018,8 +1023,10 @@ def actor_learner(
         if scalars:
             pipe.send((int(steps.sum()), scalars))
         if turns:
-            turns.release()
-            time.sleep(1e-4)  # Trap: else it takes the turn back before the one who waits for it has woken up
+            turn -= 1
+            if turn == 0:
+                turns.release()
+                time.sleep(1e-4)  # Trap: else it takes the turn back before the one who waits for it has woken up
 
 
 def run_worker(
