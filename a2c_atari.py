@@ -98,6 +98,7 @@ from ale_py.vector_env import AtariVectorEnv
 from torch.utils.tensorboard import SummaryWriter
 
 SCRIPT = "a2c_atari"
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # that it may use
 
 
 @dataclass
@@ -114,7 +115,7 @@ class Args:
     """if toggled, the networks are trained on the GPU (on the CPU where there is none)"""
     strict_cuda: bool = False
     """if toggled, `--cuda` on a machine without a CUDA device is an error"""
-    torch_threads: int = min(2, os.cpu_count() or 1)
+    torch_threads: int = min(2, CORES)
     """threads of torch on the CPU; two are faster than one on a quiet machine and far slower on a busy one"""
     compile: bool = False
     """if toggled, the network is compiled (up to a minute of compilation; needs a C++ compiler on the CPU)"""

@@ -42,8 +42,8 @@ towards the returns, entropy is kept up) and applies it to the shared model at o
     s_t             pixels             (1, 1, 55, 42)   one frame, uint8 (four with --no-lstm, 42 rows with --no-crop)
     h_t, c_t        state              (1, 256) each    of the LSTM
     a_t, r_t        actions, rewards   (t,), (t, 1)     index of a joystick position; reward clipped to [-1, 1]
-    R               returns            (t, 1)           n-step return, [A3C] Alg. S3 (with lambda < 1 the lambda-return)
-    R - V(s_t)      advantages         (t, 1)           with lambda < 1 [GAE] Eq. (16)
+    R               returns            (t,)             n-step return, [A3C] Alg. S3 (with lambda < 1 the lambda-return)
+    R - V(s_t)      advantages         (t,)             with lambda < 1 [GAE] Eq. (16)
     \pi, V          logits, values     (t+1, A), (t+1,) policy before the softmax, value function
     \beta           ent_coef                            weight of the entropy H, [A3C] Sec. 4
 
@@ -99,6 +99,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.synchronize import Semaphore
@@ -116,6 +117,7 @@ from ale_py.vector_env import AtariVectorEnv
 from torch.utils.tensorboard import SummaryWriter
 
 SCRIPT = "a3c_atari"
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # that it may use
 
 
 @dataclass
@@ -143,7 +145,7 @@ class Args:
     wandb_entity: str | None = None
     """the entity (user or team) of the tracked run"""
     capture_video: bool = False
-    """if toggled, videos of the first game of worker 0 after each checkpoint and of the evaluation, in colour"""
+    """if toggled, videos of worker 0's first game after each checkpoint, if it ends before the next, and evaluations"""
     save_model: bool = True
     """if toggled, the trained parameters are saved as model.pt in the run folder"""
     upload_model: bool = False
@@ -161,13 +163,13 @@ class Args:
     greedy: bool = False
     """if toggled, the evaluation plays the likeliest action instead of sampling the policy"""
     eval_interval: int = 250_000
-    """agent steps between evaluations of the shared model during training (the workers go on meanwhile)"""
+    """agent steps between evaluations in training; the workers go on, but rollouts end there: part of the experiment"""
     log_interval: int = 100
     """updates of worker 0 between points of the losses in the log"""
 
     env_id: str = "PongDeterministic-v4"
     """an Atari game: NameNoFrameskip-v4, NameDeterministic-v4, or ALE/Name-v5 with sticky actions"""
-    num_workers: int = os.cpu_count() or 1
+    num_workers: int = CORES
     """processes that play and learn, one game each (the paper has 16)"""
     crop: bool = True
     """if toggled, a frame is rows 34 to 194 of the screen, as in pytorch-a3c (MsPacman plays above them: --no-crop)"""
@@ -212,6 +214,7 @@ class Args:
         counts = "num_workers num_steps total_timesteps log_interval eval_interval"
         for names, condition, holds in (
             (f"{counts} checkpoint_interval eval_episodes", "at least 1", lambda value: value >= 1),
+            ("total_timesteps eval_interval checkpoint_interval", "at most 10**15", lambda value: value <= 10**15),
             ("torch_threads", "between 1 and 1024", lambda value: 1 <= value <= 1024),
             ("max_episode_length", "between 16 and 10**8", lambda value: 16 <= value <= 10**8),
             ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
@@ -619,7 +622,7 @@ def shared_adam_step(theta, grad, moments, step: int, learning_rate: float) -> N
 class Shared:
     """What the processes share, in shared memory. Everyone reads and writes theta and moments without a lock ([HOG]).
 
-    theta: the parameters (P,). moments: the optimiser's averages (2, P), one pair for all or (W, 2, P) one per worker.
+    theta: the parameters (P,). moments: the optimiser's averages, (1, 2, P) for all or (W, 2, P) for each worker.
     steps, updates: int64 (W,); a worker writes to its own element only, so that the sums are exact without a lock.
     """
 
@@ -912,9 +915,9 @@ def actor_learner(
 
     A worker plays rollouts as long as the steps of all are well below `stop`, and to the number of its own steps
     `quota` at the end, so that all together stop exactly there. Then it sends None and waits for a new (stop, quota,
-    whether to begin anew). It sends (step, {tag: value}) when it has something for the log. Where workers outnumber the
-    cores, each takes one of the `turns` for four rollouts: to be interrupted within one costs much more, and with turns
-    of one rollout the processor's caches would be refilled for each.
+    anew): the step at which all games begin anew, or None. It sends (step, {tag: value}) when it has something for the
+    log. Where workers outnumber the cores of a CPU, each takes one of as many `turns` as there are cores, for four
+    rollouts: to wait between rollouts costs less than to be interrupted again and again within one.
     """
     parent = os.getppid()
     device = choose_device(args)
@@ -942,16 +945,15 @@ def actor_learner(
                 turn = 0
             pipe.send(None)
             stop, quota, anew = pipe.recv()
-            if anew:
-                global_step = int(steps.sum())
-                rng = np.random.default_rng([args.seed, rank, global_step, 1])  # the actions
-                seeds = reset_seeds(args.seed, rank, global_step, num=1)
+            if anew is not None:
+                rng = np.random.default_rng([args.seed, rank, anew, 1])  # the actions
+                seeds = reset_seeds(args.seed, rank, anew, num=1)
                 pixels = games.reset(seeds)
                 state = agent.initial_state(1)
-                first_game, first_step = [] if args.capture_video and rank == 0 else None, global_step
+                first_game, first_step = [] if args.capture_video and rank == 0 else None, anew
             continue
         if os.getppid() != parent:  # it was killed, and this is not Linux: see run_worker
-            os._exit(1)
+            raise EOFError
 
         if turns and not turn:
             turns.acquire()
@@ -1040,7 +1042,11 @@ def run_worker(
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Trap: a pool of compilers would outlive a worker
     warnings.filterwarnings("ignore", "RNN module weights")  # of cuDNN: views of a vector are copied at each call
     try:
-        actor_learner(rank, args, run_folder, shared, pipe, turns)
+        try:
+            actor_learner(rank, args, run_folder, shared, pipe, turns)
+        finally:
+            if turns:
+                turns.release()  # for one who waits for it; once too often does no harm any more
     except EOFError:  # the parent is gone
         os._exit(1)
     except (FloatingPointError, OSError) as error:
@@ -1127,7 +1133,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         if progress.first_step < (now := int(shared.steps.sum())) < last_step:
             progress.show(now, recent_returns)
 
-    def command(stop: int, quotas: list[int], anew: bool) -> None:
+    def command(stop: int, quotas: list[int], anew: int | None = None) -> None:
         waiting.clear()
         for pipe, quota in zip(pipes, quotas):
             with contextlib.suppress(OSError):  # it is dead: see watch
@@ -1142,11 +1148,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         save()
     pipes, workers, waiting = [], [], set()
     context = mp.get_context("spawn")  # Trap: a forked child hangs in its first convolution if the parent has done one
-    cores = os.cpu_count() or 1
-    turns = context.Semaphore(cores) if W > cores and not (args.cuda and torch.cuda.is_available()) else None
+    turns = context.Semaphore(CORES) if W > CORES and not (args.cuda and torch.cuda.is_available()) else None
     progress = Progress(global_step, last_step)
     try:
         # The workers inherit the blocked signals; for the parent they are only postponed
+        resource_tracker.ensure_running()  # Trap: it would be started with the first worker, and unblocks them then
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         for rank in range(W if global_step < last_step else 0):
             ours, theirs = context.Pipe()
@@ -1159,7 +1165,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         wait()
         progress.started = time.perf_counter()  # the workers have imported their libraries
-        anew = True
+        anew = global_step
         while global_step < last_step:
             intervals = (args.checkpoint_interval, args.eval_interval)
             stop = min(last_step, *((global_step // interval + 1) * interval for interval in intervals))
@@ -1171,12 +1177,13 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 writer.add_scalar("eval/episodic_length", length, global_step)
             wait()
             shares = np.diff(np.linspace(0, stop - int(shared.steps.sum()), W + 1).astype(int))
-            command(stop, (shared.steps.numpy() + shares).tolist(), False)
+            command(stop, (shared.steps.numpy() + shares).tolist())
             wait()
             global_step = int(shared.steps.sum())
             progress.show(global_step, recent_returns)
-            anew = global_step % args.checkpoint_interval == 0 or global_step == last_step
-            if anew:
+            anew = None
+            if global_step % args.checkpoint_interval == 0 or global_step == last_step:
+                anew = global_step
                 save()
     finally:
         for worker in workers:

@@ -54,7 +54,8 @@ Where this differs from the papers or from common practice, and why:
   * Each frame is stored once (7 GB for a million, against 56 GB of stored pairs); stacks are put together on sampling.
     A transition that has not all its frames has priority zero: no draw is ever thrown away.
   * Weights are divided by the minibatch's largest, not the memory's, which would need a tree of minima.
-  * A minibatch is drawn before the priorities of the one before it are known, so that drawing and computing overlap.
+  * A minibatch is drawn before the priorities of the one before it are known, so that drawing and computing overlap
+    (but for the first of an iteration).
   * A time limit is not a failure: at a truncation the last observation's value is bootstrapped ([TIME]).
   * A lost life ends the return, not the game. On the step after it FIRE is pressed for the agent: a game like Breakout
     would otherwise wait for ever. Rewards are clipped to their sign for learning; what is logged is the game's score.
@@ -106,6 +107,7 @@ from ale_py.vector_env import AtariVectorEnv
 from torch.utils.tensorboard import SummaryWriter
 
 SCRIPT = "dqn_per_atari"
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # that it may use
 PIECE = 4096  # frames of the replay that are compressed together in a checkpoint: 29 MB, then about one
 
 
@@ -123,7 +125,7 @@ class Args:
     """if toggled, the networks are trained on the GPU (on the CPU where there is none)"""
     strict_cuda: bool = False
     """if toggled, `--cuda` on a machine without a CUDA device is an error"""
-    torch_threads: int = min(2, os.cpu_count() or 1)
+    torch_threads: int = min(2, CORES)
     """threads of torch on the CPU; two are faster than one on a quiet machine and far slower on a busy one"""
     compile: bool = False
     """if toggled, the loss is compiled (up to a minute of compilation; needs a C++ compiler on the CPU)"""
@@ -144,7 +146,7 @@ class Args:
     hf_entity: str = ""
     """the user or organisation on the Hugging Face hub (default: yours)"""
     checkpoint_interval: int = 250_000
-    """agent steps between checkpoints (each begins all games anew, see the title)"""
+    """agent steps between checkpoints (each cuts all games off, and their scores are not logged, see the title)"""
     checkpoint_replay: bool = True
     """if toggled, checkpoints hold the replay, compressed; without it a resumed run begins with an empty one"""
     resume: str | None = None
@@ -237,14 +239,15 @@ class Args:
             fail(f"--total-timesteps {self.total_timesteps} is less than one iteration of {steps} steps")
         if self.middle_fraction > self.end_fraction:
             fail(f"--middle-fraction {self.middle_fraction} is more than --end-fraction {self.end_fraction}")
-        waiting = self.num_envs * self.n_step  # for their successors: at most so many cannot be drawn yet
-        most = min(self.buffer_size, self.total_timesteps - waiting)
-        if self.learning_starts > most:
-            limits = f"--buffer-size {self.buffer_size} and --total-timesteps {self.total_timesteps}: at most {most}"
-            fail(f"--learning-starts {self.learning_starts} is never reached with {limits}")
         least = 2 * self.num_envs * (self.n_step + 4)
         if self.buffer_size < least:
             fail(f"--buffer-size {self.buffer_size} is too small for these games and n-step: at least {least}")
+        if self.learning_starts > self.buffer_size:
+            fail(f"--learning-starts {self.learning_starts} is more than --buffer-size {self.buffer_size}")
+        waiting = self.num_envs * self.n_step  # for their successors: at most so many cannot be drawn yet
+        if self.learning_starts > self.total_timesteps - waiting:
+            limits = f"--total-timesteps {self.total_timesteps}, of which up to {waiting} wait for {self.n_step} more"
+            fail(f"--learning-starts {self.learning_starts} is never reached with {limits}")
 
 
 def fail(message: object, status: int = 2) -> NoReturn:
@@ -542,7 +545,7 @@ class SumTree:
         """Write values (K,) to leaves (K,); of a leaf named twice the last one stays.
 
         Sums are computed anew from both children: nothing drifts. Raises FloatingPointError where a value is negative
-        or not finite: a single NaN in the root, and every draw would be the first leaf, without a word.
+        or not finite: a single NaN would go up to the root, and nothing could be drawn any more.
         """
         if not np.all((values >= 0) & (values < np.inf)):
             raise FloatingPointError("a priority is negative or not finite")
@@ -718,7 +721,7 @@ class Replay:
             lines = piece.cpu().numpy().swapaxes(0, 1).copy()  # (84, K, 84): what a line shows, it has shown before
             return torch.frombuffer(bytearray(zlib.compress(lines, level=1)), dtype=torch.uint8)
 
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # each holds 60 MB
+        with ThreadPoolExecutor(min(8, CORES)) as pool:  # each holds 60 MB
             frames = list(pool.map(pack, self.pieces()))
         state = {name: getattr(self, name) for name in ("filled", "released", "max_priority")}
         columns = {name: getattr(self, name)[: self.filled] for name in self.columns}
@@ -741,7 +744,7 @@ def td_loss(q_network, target_network, pixels, actions, returns, discounts, weig
     r"""The loss () of a minibatch from `Replay.sample`, its TD errors (B,) and its values Q(s_t, a_t) (B,).
 
     y = R^(n) + \gamma^n Q'(s_{t+n}, \argmax_a Q(s_{t+n}, a)), [DDQN] Eq. (4); without `double` the argmax is of Q'
-    L = 1/B \sum_i w_i Huber(\delta_i),   \delta_i = y - Q(s_t, a_t), [PER] Alg. 1, lines 11 and 13
+    L = 1/B \sum_i w_i Huber(\delta_i),   \delta_i = y - Q(s_t, a_t), [PER] Alg. 1, lines 11 and 13 (a sum there)
     """
     obs, next_obs = pixels[:, :4], pixels[:, 4:]
     # With --bf16 the parameters are turned into bfloat16 once in this context, not once for each of the two passes
@@ -880,11 +883,15 @@ def check_fit(args: Args, checkpoint: dict) -> None:
     saved = checkpoint["args"]
     if args.dueling != saved["dueling"]:
         fail(f"--{'' if args.dueling else 'no-'}dueling does not fit the network of {args.resume or args.evaluate}")
+    if args.resume and args.learning_rate != saved["learning_rate"]:
+        with contextlib.suppress(OSError):  # what live.json says by now is older than the flag
+            live = Path(args.resume, "live.json").read_text(encoding="utf-8-sig", errors="replace")
+            checkpoint["live"]["text"] = live
     if args.resume and args.checkpoint_replay and checkpoint["replay"]:
         for name in ("buffer_size", "num_envs", "prioritized", "per_alpha"):
             if getattr(args, name) != saved[name]:
                 change = f"--{name.replace('_', '-')} ({saved[name]} -> {getattr(args, name)})"
-                fail(f"{change} does not fit the replay of {args.resume}: --no-checkpoint-replay begins a new one")
+                fail(f"{change} does not fit the replay of {args.resume}: --no-checkpoint-replay drops it for good")
     elif args.resume:
         checkpoint["replay"] = None
         left = args.total_timesteps - checkpoint["global_step"]
@@ -1225,7 +1232,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 }
                 if args.prioritized and args.per_alpha > 0:
                     leaves = replay.tree[: replay.filled]
-                    some = leaves[leaves > 0][:: (1 + replay.filled // 10_000) | 1]  # odd: rows of all games
+                    some = leaves[leaves > 0][:: (1 + replay.filled // 10_000) | 1]  # odd: as a rule rows of all games
                     writer.add_histogram("charts/priorities", some ** (1 / args.per_alpha), global_step)
             for tag, scalar in scalars.items():
                 writer.add_scalar(tag, scalar, global_step)

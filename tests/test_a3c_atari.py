@@ -40,9 +40,9 @@ class Enough(Exception):
 
 
 class Tape:
-    """A run of a3c.actor_learner, one worker in this process; `orders` are (stop, quota, whether to begin anew)."""
+    """A run of a3c.actor_learner, one worker in this process; `orders` are (stop, quota, step to begin anew at)."""
 
-    def __init__(self, folder, orders=((100, 0, True), (100, 100, False)), worker=0, seed_of_parameters=0, **options):
+    def __init__(self, folder, orders=((100, 0, 0), (100, 100, None)), worker=0, seed_of_parameters=0, **options):
         self.args = a3c.Args(**dict(env_id="BreakoutNoFrameskip-v4", num_workers=1, seed=1) | options)
         self.orders, self.messages, self.updates, self.steps, self.resets = list(orders), [], [], [], []
         self.acted = []
@@ -188,7 +188,7 @@ LEARNERS = {
     ),
     "feed-forward, PyTorch's RMSprop": dict(lstm=False, optimizer="rmsprop", torch_rmsprop=True, crop=False),
 }
-ORDERS = [(250, 0, True), (250, 250, False), (300, 0, True), (300, 300, False)]  # with a checkpoint at 250
+ORDERS = [(250, 0, 0), (250, 250, None), (300, 0, 250), (300, 300, None)]  # with a checkpoint at 250
 
 
 @pytest.fixture(scope="module", params=LEARNERS)
@@ -273,7 +273,7 @@ def test_no_gradients_make_adam_step_further_than_its_bound():
 
 
 def test_games_are_logged_whole_and_unclipped(tmp_path):
-    tape = Tape(tmp_path, [(600, 0, True), (600, 600, False)], env_id="SpaceInvadersNoFrameskip-v4", log_interval=7)
+    tape = Tape(tmp_path, [(600, 0, 0), (600, 600, None)], env_id="SpaceInvadersNoFrameskip-v4", log_interval=7)
     score, length, expected = 0, 0, []
     for step, row in enumerate(tape.steps, start=1):
         score, length = score + row["reward"], length + 1
@@ -435,11 +435,20 @@ def test_steps_of_four_workers_are_counted_exactly(tmp_path, monkeypatch):
     monkeypatch.setattr(a3c, "make_envs", lambda args, num_envs: Catch(num_envs))
     monkeypatch.setattr(a3c, "run_worker", toy_worker)
     monkeypatch.setattr(a3c, "evaluate", lambda *_: ([0.0], 0.0))
+    monkeypatch.setattr(a3c, "CORES", 3)  # they take turns
     a3c.train(a3c.Args(num_workers=4, total_timesteps=1003, checkpoint_interval=500), tmp_path, None)
     last = load(checkpoints(tmp_path)[-1])
     assert last["global_step"] == last["counts"][0].sum() == os.path.getsize("steps") == 1003
     assert last["counts"].shape == (2, 4) and last["counts"].min() > 0
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint_1000.pt", "checkpoint_1003.pt"]
+
+    # Another number of workers goes on from there
+    for num_workers, total in ((2, 1217), (5, 1500)):
+        a3c.train(a3c.Args(num_workers=num_workers, total_timesteps=total, checkpoint_interval=500), tmp_path, last)
+        before, last = last, load(checkpoints(tmp_path)[-1])
+        assert last["global_step"] == last["counts"][0].sum() == os.path.getsize("steps") == total
+        assert last["counts"].shape == (2, num_workers) and last["counts"].min() > 0
+        assert last["counts"][1].sum() > before["counts"][1].sum()
 
 
 def processes_in(folder):
@@ -536,11 +545,43 @@ def assert_over(run, tmp_path, status, line, seconds=2.0):
     return result
 
 
-@pytest.mark.parametrize("signum, status", [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGSEGV, -11)])
-def test_a_worker_that_is_killed_ends_the_run(tmp_path, signum, status):
-    run = run_until_it_trains(tmp_path, 2)
+def use_one_core():
+    a3c.CORES = 1
+
+
+@pytest.mark.parametrize(
+    "signum, status, sabotage",
+    [(signal.SIGKILL, -9, None), (signal.SIGTERM, -15, use_one_core), (signal.SIGSEGV, -11, None)],
+    ids=["SIGKILL", "SIGTERM where they take turns", "SIGSEGV"],
+)
+def test_a_worker_that_is_killed_ends_the_run(tmp_path, signum, status, sabotage):
+    run = run_until_it_trains(tmp_path, 2, sabotage)
     os.kill(random.choice(workers_of(tmp_path, run.process.pid)), signum)
-    assert_over(run, tmp_path, 1, rf"error: worker \d of 2 failed: it ended with status {status}")
+    result = assert_over(run, tmp_path, 1, rf"error: worker \d of 2 failed: it ended with status {status}")
+    assert "resource_tracker" not in result.stderr
+
+
+def worker_without_prctl(*args):
+    a3c.ctypes.CDLL = lambda _: None  # as where the system is not Linux
+    RUN_WORKER(*args)
+
+
+def use_worker_without_prctl():
+    a3c.CORES, a3c.run_worker = 1, worker_without_prctl
+
+
+def test_workers_end_with_their_parent_where_they_take_turns_and_the_system_does_not_end_them(tmp_path):
+    run = Run("a3c_atari", "--num-workers", "4", cwd=tmp_path, sabotage=use_worker_without_prctl)
+    wait_for(lambda: " steps/s " in Path(run.outputs[0].name).read_text(), seconds=90)
+    time.sleep(0.2)  # until all take turns
+    workers = workers_of(tmp_path, run.process.pid)
+    assert len(workers) == 4
+    run.process.kill()
+    try:
+        wait_for(lambda: not set(workers) & set(processes_in(tmp_path)), seconds=10)
+    finally:
+        for pid in set(workers) & set(processes_in(tmp_path)):
+            os.kill(pid, signal.SIGKILL)
 
 
 def use_failing_worker():

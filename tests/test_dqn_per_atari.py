@@ -711,6 +711,32 @@ def test_only_the_last_life_ends_the_return_where_lives_do_not_count(tmp_path, t
         assert checkpoint["replay"]["terminations"].sum() == ends
 
 
+def test_fire_is_pressed_on_the_first_step_of_each_life_and_stored_as_it_was_played(tmp_path, monkeypatch):
+    played, stored = [], []
+
+    class Fire(Tiny):
+        def __init__(self, num_envs):
+            super().__init__(num_envs)
+            self.ale.get_action_set = lambda: [dqn.ale_py.Action.NOOP, dqn.ale_py.Action.FIRE]
+
+        def step(self, actions):
+            played.append((self.t.copy(), actions.copy()))
+            return super().step(actions)
+
+    def store(self, frames, actions, *rest, add=dqn.Replay.add):
+        stored.append(actions.copy())
+        return add(self, frames, actions, *rest)
+
+    monkeypatch.setattr(dqn, "make_envs", lambda args, num_envs, colour=False: Fire(num_envs))
+    monkeypatch.setattr(dqn.Replay, "add", store)
+    train(tmp_path)
+    assert len(stored) == 40 and len(played) > 40  # training's and the evaluation's
+    np.testing.assert_array_equal([actions for _, actions in played[:40]], stored)
+    for t, actions in played:
+        assert actions[np.isin(t, (0, 5))].all()
+    assert any(0 in actions for _, actions in played[:40]) and any(0 in actions for _, actions in played[40:])
+
+
 def test_live_json_changes_the_run_and_is_remembered(tmp_path, tiny, monkeypatch, capfd):
     bad = [
         "{",
@@ -786,6 +812,27 @@ def test_a_run_that_live_json_ruined_goes_on_when_the_file_is_mended(call, monke
         result = call("dqn_per_atari", "--resume", name)
         assert result.status == status and ("is not finite" in result.stderr) == bool(status)
     assert [change[1:] for change in load(checkpoints(run_folder)[-1])["live"]["changes"]] == [[1e-4, 1e-5]]
+
+
+def test_a_learning_rate_on_resuming_wins_over_what_live_json_says(call, monkeypatch, resumable):
+    """And the file wins over it when it changes again; also where the run died before its next checkpoint."""
+    name, run_folder = resumable
+    monkeypatch.setattr(dqn, "PIECE", 50)
+    checkpoints(run_folder)[-1].unlink()
+    (run_folder / "live.json").write_text('{"learning_rate": 1e30}')
+    assert call("dqn_per_atari", "--resume", name).status == 1
+    train_, killed = dqn.train, []
+    monkeypatch.setattr(dqn, "train", lambda *_: killed.append(1))
+    call("dqn_per_atari", "--resume", name, "--learning-rate", "2e-4")
+    monkeypatch.setattr(dqn, "train", train_)
+    result = call("dqn_per_atari", "--resume", name)
+    assert killed and result.status == 0 and "changes" not in result.stderr
+    last = load(checkpoints(run_folder)[-1])
+    assert last["args"]["learning_rate"] == 2e-4 and last["live"]["changes"] == []
+    (run_folder / "live.json").write_text('{"learning_rate": 3e-5}')
+    args = dqn.Args(**last["args"])
+    dqn.read_live(run_folder / "live.json", args, last["live"], last["global_step"])
+    assert args.learning_rate == 3e-5
 
 
 @pytest.mark.parametrize(
