@@ -170,7 +170,7 @@ class Args:
     env_id: str = "PongDeterministic-v4"
     """an Atari game: NameNoFrameskip-v4, NameDeterministic-v4, or ALE/Name-v5 with sticky actions"""
     num_workers: int = CORES
-    """processes that play and learn, one game each (the paper has 16)"""
+    """processes that play and learn, one game each (default: one a core; the paper has 16)"""
     crop: bool = True
     """if toggled, a frame is rows 34 to 194 of the screen, as in pytorch-a3c (MsPacman plays above them: --no-crop)"""
     episodic_life: bool = False
