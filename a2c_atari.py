@@ -677,6 +677,15 @@ def interrupt(signum: int, frame: object) -> NoReturn:
     raise Interrupted(signum)
 
 
+def revive(lost) -> None:
+    """The hook for exceptions that Python drops, as in callbacks of the garbage collector: signals come again."""
+    if not isinstance(lost.exc_value, Interrupted):
+        return sys.__unraisablehook__(lost)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, interrupt)
+    threading.Timer(0.01, os.kill, (os.getpid(), lost.exc_value.args[0])).start()
+
+
 class Progress:
     """The state of the run in one line: rewritten in place on a terminal, else a plain line at most every 10 s."""
 
@@ -945,6 +954,7 @@ def main() -> None:
     """Evaluate a checkpoint, go on with a run, or start a new one."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, interrupt)
+    sys.unraisablehook = revive
     run_folder = None
     try:
         args, checkpoint = parse_args()

@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -258,6 +259,25 @@ def test_a_signal_ends_the_run_with_one_line(call, tmp_path, reference, script, 
     assert not list(run_folder.glob("*.tmp"))
     assert call(script, *resume.split()).status == 0
     assert_same_run(run_folder, reference)
+
+
+def signal_in_a_callback():
+    """Called in the run's process: SIGINT arrives in a callback of the garbage collector, which drops exceptions."""
+    sent = []
+
+    def callback(phase, info):
+        if not sent and [*Path().glob("runs/*/checkpoint_*.pt")]:
+            sent.append(phase)
+            signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(callback)
+    gc.set_threshold(100)
+
+
+def test_a_signal_is_not_lost_in_a_callback(tmp_path, script):
+    result = Run(script, *SMALL[script], cwd=tmp_path, sabotage=signal_in_a_callback).wait()
+    assert result.status == 130
+    assert re.fullmatch(r"interrupted; [^\n]* --resume [^\n]*\n", result.stderr)
 
 
 def test_a_second_signal_changes_nothing(tmp_path, script):
