@@ -1,22 +1,16 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch==2.13.0",
-#     "gymnasium[box2d]==1.3.0",
-#     "mujoco==4.0.0",
-#     "numpy==2.4.6",
-#     "tyro==1.0.17",
-#     "tensorboard==2.21.0",
-#     "wandb==0.31.0",
-#     "moviepy==2.2.1",
-#     "huggingface-hub==2.4.0",
+#     "torch==2.13.0", "gymnasium[box2d]==1.3.0", "mujoco==4.0.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1", "huggingface-hub==2.4.0",
 # ]
 # ///
 r"""Proximal policy optimisation (PPO) for continuous control.
 
-The policy plays `num_steps` steps in every environment; the advantage of each action is estimated by GAE; then, for
-`update_epochs` passes of minibatches, the policy climbs a surrogate of its return whose probability ratio is clipped,
-so that no batch can move it far. The same passes fit the value function on which the advantages rest.
+The policy plays `num_steps` steps in every environment, and GAE estimates the advantage of each action. Then, for
+`update_epochs` epochs of minibatches, the policy climbs a surrogate of its return in which the probability ratio is
+clipped: once an action is more (or less) likely by the clip, the objective gives no reason to go on. That removes the
+incentive to leave the old policy; it bounds nothing. The same minibatches fit the value function.
 
 [PPO]   Schulman, Wolski, Dhariwal, Radford, Klimov 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
 [GAE]   Schulman, Moritz, Levine, Jordan, Abbeel 2016, "High-dimensional continuous control using generalized advantage
@@ -33,327 +27,238 @@ so that no batch can move it far. The same passes fit the value function on whic
     \delta_t        delta              (T, N)     TD residual, [PPO] Eq. (12)
     \hat A_t        advantages         (T, N)     advantage estimate, [GAE] Eq. (16), [PPO] Eq. (11)
     r_t(\theta)     ratio              (B,)       pi_theta(a_t|s_t) / pi_theta_old(a_t|s_t), [PPO] Sec. 3
-    \epsilon        clip_coef                     how far the ratio may leave 1, [PPO] Eq. (7)
-    c_1, c_2        vf_coef, ent_coef             weights of the value loss and the entropy, [PPO] Eq. (9)
-    K               update_epochs                 passes over a batch, [PPO] Alg. 1
+    \epsilon        clip_coef                     where the ratio's gain ends: 1 - epsilon, 1 + epsilon, [PPO] Eq. (7)
+    c_1             vf_coef / 2                   weight of the squared value error, [PPO] Eq. (9): the loss halves it
+    c_2             ent_coef                      weight of the entropy, [PPO] Eq. (9)
+    K               update_epochs                 epochs over a batch, [PPO] Alg. 1
     \theta          theta              (P,)       all parameters in one vector
+    m, v, t         exp_avg, exp_avg_sq, adam_steps   Adam's moments (P,) and its count of steps (), [ADAM] Alg. 1
 
 Where this differs from common practice, and why:
-  * A time limit is not a failure: at a truncation the value of the episode's last observation is bootstrapped
-    ([TIME], partial-episode bootstrapping). The best-known single-file PPO takes truncations for terminations, on
-    HalfCheetah a lie at every 1000th step; `--no-bootstrap-truncation` does the same.
+  * A time limit is not a failure: at a truncation the value of the episode's last observation is bootstrapped ([TIME]).
+    CleanRL takes truncations for terminations (`--no-bootstrap-truncation`), wrong at each 1000th step of HalfCheetah.
   * One set of running statistics serves all environments, is saved with the parameters and is frozen in evaluation.
-  * The environments are a plain list, stepped and reset in this file: no row of an automatic reset can enter the batch.
-  * At each checkpoint the environments are made anew and reset with a seed made of (seed, global_step), interrupted
-    there or not. Simulators cannot save their state; so nothing needs it, and resuming is exact to the bit.
+  * Reward scaling: the discounted return begins at zero after each end of an episode, as in OpenAI's baselines, and
+    the statistics with a count of 0. CleanRL uses gymnasium's wrapper, which carries the return through a truncation,
+    drops the past in a terminal step, and begins with a count of 1e-4.
+  * Logged losses and KL divergences are means over the minibatches of the last epoch, which is also what `--target-kl`
+    looks at. CleanRL logs and compares the last minibatch, and so stops elsewhere.
+  * At each checkpoint the environments begin new episodes with a seed made of (seed, global_step), interrupted there
+    or not: gymnasium's common interface cannot save a simulator's state. So resuming is exact to the bit.
 
-The CPU is the default: the networks are so small that a GPU waits most of the time (no GPU figure was measured yet).
-So is one thread of torch: two gain nothing and lose much on a busy machine. Steps are agent steps. Scores: README.md.
+The networks are small: one thread of the CPU is the default, and a GPU would wait most of the time. Steps are agent
+steps. Scores and speeds: README.md.
 
     python ppo_continuous.py --env-id HalfCheetah-v4              # writes runs/HalfCheetah-v4__ppo_continuous__1__...
-    python ppo_continuous.py --resume runs/HalfCheetah-v4__...    # goes on after an interruption, exactly
+    python ppo_continuous.py --resume runs/HalfCheetah-v4__...    # continues an interrupted run, exactly
     python ppo_continuous.py --evaluate runs/HalfCheetah-v4__.../model.pt --eval-episodes 20
 """
 
+import argparse
 import contextlib
 import copy
-import difflib
+import dataclasses
 import functools
-import importlib.util
-import io
+import importlib.metadata
 import json
 import math
 import os
+import platform
 import re
 import shlex
-import shutil
 import signal
+import subprocess
 import sys
-import threading
 import time
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterable
-from ctypes.util import find_library
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-# Trap: numpy's own threads, for its products of matrices, know nothing of --torch-threads
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from gymnasium.wrappers import FlattenObservation, RecordVideo
 from torch.utils.tensorboard import SummaryWriter
-
-SCRIPT = "ppo_continuous"
+from tqdm import tqdm
 
 
 @dataclass
 class Args:
     """Proximal policy optimisation for continuous control."""
 
-    exp_name: str = Path(__file__).stem
-    """the name of this experiment, part of the run folder's name"""
-    seed: int = 1
-    """seed of the parameters, the noise, the minibatches and the environments"""
-    torch_deterministic: bool = True
-    """if toggled, cuDNN uses deterministic algorithms only"""
-    cuda: bool = False
-    """if toggled, the networks are trained on the GPU (on the CPU where there is none)"""
-    strict_cuda: bool = False
-    """if toggled, `--cuda` on a machine without a CUDA device is an error"""
-    torch_threads: int = 1
-    """threads of torch on the CPU; more than one loses on networks of this size, and on a busy machine everything"""
-    compile: bool = False
-    """if toggled, a whole minibatch step is compiled into one graph (seconds of compilation, needs a C++ compiler)"""
-    track: bool = False
-    """if toggled, the run is tracked with Weights and Biases"""
-    wandb_project_name: str = "deep-rl-reference"
-    """the project of the tracked run"""
-    wandb_entity: str | None = None
-    """the entity (user or team) of the tracked run"""
-    capture_video: bool = False
-    """if toggled, videos of the first episode after each checkpoint and of the evaluation, in the run folder"""
-    save_model: bool = True
-    """if toggled, the trained parameters and statistics are saved as model.pt in the run folder"""
-    upload_model: bool = False
-    """if toggled, the saved model and its card are uploaded to the Hugging Face hub"""
-    hf_entity: str = ""
-    """the user or organisation on the Hugging Face hub (default: yours)"""
-    checkpoint_interval: int = 100_000
-    """agent steps between checkpoints (each is also a reset of the environments, see the title)"""
-    resume: str | None = None
-    """a run folder: go on from its newest checkpoint, with its arguments where none are given here"""
-    evaluate: str | None = None
-    """a checkpoint, a model.pt or a run folder: do not train, play `--eval-episodes` episodes with it"""
-    eval_episodes: int = 10
-    """episodes played with the mean action at the end of training, or by `--evaluate`"""
+    env_id: str = "HalfCheetah-v4"  # id of a gymnasium environment with a Box action space
+    total_timesteps: int = 1_000_000  # agent steps of the run, all environments together (rounded up to whole batches)
+    num_envs: int = 1  # N: environments played side by side
+    num_steps: int = 2048  # T: agent steps in each environment between updates
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalised advantage estimation
+    bootstrap_truncation: bool = True  # whether to bootstrap an episode that its time limit ended
+    update_epochs: int = 10  # K: epochs over a batch
+    num_minibatches: int = 32  # minibatches of an epoch
+    norm_adv: bool = True  # whether to normalise advantages within each minibatch
+    clip_coef: float = 0.2  # epsilon: where the gain of a changed probability ends
+    clip_vloss: bool = True  # whether to clip the value loss too
+    vf_coef: float = 0.5  # weight of the value loss, which holds a factor 1/2: the paper's c1 is half of this
+    ent_coef: float = 0.0  # c2: weight of the entropy bonus
+    target_kl: float | None = None  # an update ends after the epoch whose mean approximate KL exceeds this
+    learning_rate: float = 3e-4  # step size of Adam
+    anneal_lr: bool = True  # whether the learning rate falls linearly to zero over the run
+    max_grad_norm: float = 0.5  # norm to which gradients are clipped
+    log_std_init: float = 0.0  # log of the first actions' standard deviation (-1 is much better on HalfCheetah)
 
-    env_id: str = "HalfCheetah-v4"
-    """the id of a gymnasium environment with a Box action space"""
-    num_envs: int = 1
-    """environments played side by side"""
-    bootstrap_truncation: bool = True
-    """if toggled, an episode cut off by its time limit is bootstrapped with the value of its last observation"""
+    exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
+    seed: int = 1  # seed of the parameters, the actions, the minibatches and the environments
+    torch_deterministic: bool = True  # whether cuDNN must be deterministic (no effect here: no convolutions)
+    cuda: bool = False  # whether to compute on the GPU, if there is one
+    torch_threads: int = 1  # threads of torch on the CPU; more than one loses on networks of this size
+    compile: bool = False  # whether to compile the update (takes seconds, needs a C++ compiler on the CPU)
+    track: bool = False  # whether to track the run with Weights & Biases
+    wandb_project_name: str = "deep-rl-reference"  # project of the tracked run
+    wandb_entity: str | None = None  # entity (user or team) of the tracked run
+    capture_video: bool = False  # whether to record the first episode after each checkpoint and of the evaluation
+    save_model: bool = True  # whether to save the trained model as model.pt in the run folder
+    upload_model: bool = False  # whether to upload the model to the Hugging Face hub
+    hf_entity: str | None = None  # user or organisation on the Hugging Face hub (default: yours)
+    checkpoint_interval: int = 100_000  # agent steps between checkpoints, at which new episodes begin
+    run_folder: str | None = None  # start the run in this folder, or continue the one that it holds
+    resume: str | None = None  # continue the run in this folder from its newest checkpoint, with its arguments
+    evaluate: str | None = None  # do not train: play episodes with this model.pt, checkpoint or run folder
+    eval_episodes: int = 10  # episodes of the evaluation, played with the mean action
 
-    total_timesteps: int = 1_000_000
-    """agent steps of the whole run, all environments together (rounded up to whole batches)"""
-    learning_rate: float = 3e-4
-    """the learning rate of Adam"""
-    anneal_lr: bool = True
-    """if toggled, the learning rate falls linearly to zero over the run"""
-    num_steps: int = 2048
-    """T: agent steps in each environment between updates"""
-    gamma: float = 0.99
-    """the discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation"""
-    num_minibatches: int = 32
-    """minibatches per pass over a batch"""
-    update_epochs: int = 10
-    """K: passes over a batch"""
-    norm_adv: bool = True
-    """if toggled, advantages are normalised within each minibatch"""
-    clip_coef: float = 0.2
-    """epsilon: how far the probability ratio may leave 1 before the objective is clipped"""
-    clip_vloss: bool = True
-    """if toggled, the value loss is clipped too"""
-    ent_coef: float = 0.0
-    """c2: weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """c1: weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """the norm to which gradients are clipped"""
-    log_std_init: float = 0.0
-    """logarithm of the standard deviation of the first actions (-1 is much better on HalfCheetah, see README.md)"""
-    target_kl: float | None = None
-    """passes over a batch stop once the approximate KL divergence exceeds this (default: never)"""
-
-    def check(self) -> None:
-        """Refuse values that cannot work, in one line."""
-        counts = "num_envs num_steps num_minibatches update_epochs total_timesteps"
-        for names, condition, holds in (
-            (f"{counts} checkpoint_interval eval_episodes", "at least 1", lambda value: value >= 1),
-            ("torch_threads", "between 1 and 1024", lambda value: 1 <= value <= 1024),
-            ("seed", "between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
-            ("learning_rate max_grad_norm", "positive and finite", lambda value: 0 < value < math.inf),
-            ("target_kl", "positive", lambda value: value is None or value > 0),
-            ("ent_coef vf_coef", "zero or more and finite", lambda value: 0 <= value < math.inf),
-            ("gamma gae_lambda", "between 0 and 1", lambda value: 0 <= value <= 1),
-            ("clip_coef", "above 0 and below 1", lambda value: 0 < value < 1),
-            ("log_std_init", "between -10 and 10", lambda value: -10 <= value <= 10),
-            ("exp_name", "fit for a folder's name", lambda value: value == Path(value).name != ""),
-        ):
-            for name in names.split():
-                if not holds(getattr(self, name)):
-                    fail(f"--{name.replace('_', '-')} must be {condition}, not {getattr(self, name)!r}")
+    def __post_init__(self) -> None:
+        counts = "num_envs num_steps update_epochs num_minibatches torch_threads checkpoint_interval eval_episodes"
+        if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
+            sys.exit(f"error: {too_small[0]} must be at least 1")
         batch_size = self.num_envs * self.num_steps
-        if batch_size % self.num_minibatches:
-            batch = f"{self.num_envs} environments x {self.num_steps} steps = {batch_size}"
-            fail(f"--num-minibatches {self.num_minibatches} does not divide the batch ({batch})")
+        if batch_size % self.num_minibatches or (self.norm_adv and batch_size == self.num_minibatches):
+            sys.exit(f"error: {self.num_minibatches} equal minibatches of 2 or more steps from {batch_size} steps?")
         if self.total_timesteps < batch_size:
-            fail(f"--total-timesteps {self.total_timesteps} is less than one batch of {batch_size} steps")
-
-
-def fail(message: object, status: int = 2) -> NoReturn:
-    """Print one line on standard error and exit. Status 2: a wrong call; 1: a run that cannot go on."""
-    behind = "\n" if status == 1 and sys.stdout.isatty() else ""  # the line of progress
-    print(behind + "error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
-    raise SystemExit(status)
-
-
-def parse_args() -> tuple[Args, dict | None]:
-    """The arguments, and the checkpoint that `--resume` or `--evaluate` names, whose arguments become the defaults."""
-
-    def parse(defaults: Args) -> Args:
-        console = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(console):
-                return tyro.cli(Args, default=defaults)
-        except SystemExit as exit_:
-            if not exit_.code:  # --help
-                raise
-        lines = [line.strip(" │╭╮╰╯─") for line in console.getvalue().splitlines()[1:]]  # tyro draws a box
-        text = " ".join(line for line in lines if line.strip("-"))
-        fail(re.split("For full helptext|Argument helptext", text)[0])
-
-    args = parse(Args())
-    if args.resume is None and args.evaluate is None:
-        return args, None
-    if args.resume is not None and args.evaluate is not None:
-        fail("--resume and --evaluate exclude each other")
-    name = args.evaluate if args.resume is None else args.resume
-    if name == args.resume and Path(name).is_file():
-        fail(f"--resume takes a run folder, and {name} is a file")
-    checkpoint = load_checkpoint(name)
-    saved = {key: value for key, value in checkpoint["args"].items() if key in vars(args)}
-    if args.evaluate is not None:  # perhaps on another machine
-        saved |= {"strict_cuda": False, "track": False, "upload_model": False, "capture_video": False}
-    args = parse(Args(**saved))
-    if args.env_id != saved["env_id"]:
-        fail(f"{name} was trained on {saved['env_id']}, not on {args.env_id}")
-    changed = [f"{key} {value} -> {getattr(args, key)}" for key, value in saved.items() if value != getattr(args, key)]
-    changed = [change for change in changed if not change.startswith(("resume ", "evaluate "))]
-    if args.resume and changed:
-        print(f"note: other arguments than the run began with: {', '.join(changed)}", file=sys.stderr)
-    return args, checkpoint
-
-
-def check_services(args: Args) -> None:
-    """Refuse a package, a compiler, a device or a login that is asked for and not there."""
-    for flag, package in (("track", "wandb"), ("upload_model", "huggingface_hub"), ("capture_video", "moviepy")):
-        if getattr(args, flag) and not importlib.util.find_spec(package):
-            fail(f"--{flag.replace('_', '-')} needs a package: pip install {package}")
-    on_gpu = args.cuda and torch.cuda.is_available()
-    if args.cuda and args.strict_cuda and not on_gpu:
-        fail("--cuda --strict-cuda: torch finds no CUDA device on this machine")
-    if not args.evaluate:  # which needs nothing else
-        if args.compile and not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-            fail("--compile needs a C++ compiler: install g++ or set CXX, or run without --compile")
-        if args.track:
-            import wandb
-
-            run_id = f"{args.env_id}-{args.exp_name}".replace("/", "-")  # as of its folder, but for the time
-            try:
-                wandb.Settings(project=args.wandb_project_name, run_id=run_id)
-                with contextlib.redirect_stderr(io.StringIO()):
-                    logged_in = os.environ.get("WANDB_MODE") in ("offline", "disabled") or wandb.login(prompt=False)
-            except (wandb.Error, ValueError) as error:
-                fail(f"--track: {error}")
-            if not logged_in:
-                fail("--track needs a W&B login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
-        if args.upload_model:
-            import huggingface_hub
-
-            if not args.save_model or not huggingface_hub.get_token():
-                fail("--upload-model needs --save-model and a Hugging Face login: run `hf auth login` or set HF_TOKEN")
-    if args.cuda and not on_gpu:
-        print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
-
-
-def choose_device(args: Args) -> torch.device:
-    """The device of the networks, set up as the arguments say."""
-    torch.set_num_threads(args.torch_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+            sys.exit(f"error: --total-timesteps must be at least one batch of {batch_size} steps")
 
 
 def make_env(env_id: str, render: bool = False) -> gym.Env:
-    """Make one environment whose observations are flat vectors (D,); `render` gives it frames for a film.
+    """Make one environment with flat observations (D,) and actions (A,); `render` is for recording it."""
+    gym.logger.min_level = gym.logger.ERROR  # nothing about newer versions of an environment
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads this once, when it is imported
+    with contextlib.suppress(ImportError):
+        import mujoco
 
-    Any gymnasium environment with a Box action space, `dm_control/...` through shimmy. Others end the program.
-    """
-    gym.logger.min_level = gym.logger.ERROR  # no deprecation notes on -v4 environments
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):  # MuJoCo reads this once, when it is imported
-        os.environ.setdefault("MUJOCO_GL", "osmesa" if not find_library("EGL") and find_library("OSMesa") else "egl")
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # for the environments that draw with pygame
-        os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
-    if env_id.startswith("dm_control/"):
-        if not importlib.util.find_spec("shimmy") or not importlib.util.find_spec("dm_control"):
-            fail(f'{env_id} needs packages: pip install "shimmy[dm-control]" "mujoco<4"')
-        import shimmy
-
-        gym.register_envs(shimmy)
-    try:
-        if importlib.util.find_spec("mujoco"):
-            import mujoco
-
-            # Trap: without this MuJoCo 4 prints a remark of its compiler and leaves MUJOCO_LOG.TXT where it runs
-            mujoco.set_mju_user_warning(lambda message: None)
-        env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
-    except gym.error.UnregisteredEnv:
-        nearest = difflib.get_close_matches(env_id, gym.registry, n=3, cutoff=0.5)
-        hint = f"; the nearest names: {', '.join(nearest)}" if nearest else ""
-        atari = env_id.startswith("ALE/") or "NoFrameskip" in env_id
-        fail(f"there is no environment {env_id}" + ("; for Atari: a2c_atari.py" if atari else hint))
-    except (ModuleNotFoundError, gym.error.DependencyNotInstalled) as error:
-        fail(f"{env_id} needs a package: {error}")
-    except Exception as error:
-        hint = '; dm_control does not know MuJoCo 4 yet: pip install "mujoco<4"' if "dm_control" in env_id else ""
-        fail(f"{env_id} cannot be made: {error}{hint}")
-    if isinstance(env.action_space, gym.spaces.Discrete):
-        fail(f"{env_id} has discrete actions and this script needs a Box; for Atari: a2c_atari.py, dqn_per_atari.py")
-    if not isinstance(env.action_space, gym.spaces.Box):
-        fail(f"{env_id} has the actions {env.action_space} and this script needs a Box")
-    if not env.observation_space.is_np_flattenable:
-        fail(f"{env_id} has observations that cannot be flattened into a vector: {env.observation_space}")
-    if render:
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of a library without a display, before it fails
-                env.reset()
-                env.render()
-                env.close()  # a used one is not like a new one, see the trap in train
-                env = gym.make(env_id, render_mode="rgb_array", disable_env_checker=True)
-        except Exception as error:
-            fail(
-                f"--capture-video cannot render {env_id} ({error}); without a display, MuJoCo needs EGL "
-                "(Debian: apt install libegl1) or OSMesa (apt install libosmesa6)"
-            )
+        # Trap: without this MuJoCo 4 prints a remark of its compiler and leaves MUJOCO_LOG.TXT behind
+        mujoco.set_mju_user_warning(lambda message: None)
+    env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
+    if not isinstance(env.action_space, gym.spaces.Box) or len(env.action_space.shape) != 1:
+        sys.exit(f"error: {env_id} has the actions {env.action_space}; this script needs a Box of one dimension")
     if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
-        env = gym.wrappers.FlattenObservation(env)
-    if len(env.action_space.shape) != 1 or env.action_space.dtype != np.float32:
-        box = env.action_space
-        flat = gym.spaces.Box(box.low.ravel(), box.high.ravel(), dtype=np.float32)
-        # Trap: a bound of float64 may round to a float32 outside the box, hence the second clip
-        env = gym.wrappers.TransformAction(
-            env, lambda action: action.reshape(box.shape).astype(box.dtype).clip(box.low, box.high), flat
-        )
+        env = FlattenObservation(env)
     return env
 
 
-def record(env: gym.Env, run_folder: Path, name: str) -> gym.Env:
-    """Film the first episode of the environment, into the run folder."""
-    folder = str(run_folder / "videos")
-    return gym.wrappers.RecordVideo(env, folder, lambda episode: episode == 0, name_prefix=name, disable_logger=True)
+class RunningMeanStd:
+    """Mean and variance of all rows seen so far, in float64 (Chan, Golub, LeVeque 1983; one row: Welford 1962).
+
+    Args:
+        shape: the shape of a row, () for scalars.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.count = 0
+        self.mean = np.zeros(shape)
+        self.m2 = np.zeros(shape)  # sum of squared deviations from the mean
+
+    def update(self, rows: np.ndarray) -> None:
+        """Merge rows (N, *shape). Exact: the sum of squares grows by sum (x - mean before) (x - mean after)."""
+        if not self.count:  # Trap: from a mean far off, rounding errors are as large as the variance
+            self.mean = np.array(rows[0], float)
+        self.count += len(rows)
+        deviation = rows - self.mean
+        self.mean = self.mean + np.add.reduce(deviation) / self.count
+        self.m2 = self.m2 + np.add.reduce(deviation * (rows - self.mean))
+
+    @property
+    def std(self) -> np.ndarray:
+        """The standard deviation, never zero."""
+        return np.sqrt(self.m2 / max(self.count, 1) + 1e-8)
+
+    def state_dict(self) -> dict:
+        return {"count": self.count, "mean": torch.tensor(self.mean), "m2": torch.tensor(self.m2)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count, self.mean, self.m2 = state["count"], state["mean"].numpy(), state["m2"].numpy()
 
 
-def reset_seeds(seed: int, *key: int, num: int) -> list[int]:
-    """Seeds for `num` environments, made of the run's seed and a key: the same key gives the same episodes."""
-    return [int(word) >> 1 for word in np.random.SeedSequence([seed, *key]).generate_state(num)]  # 31 bits
+class Environments:
+    """N environments with normalised observations and scaled rewards, which count whole episodes.
+
+    `frozen` stops the statistics, for evaluation. `finished` lists the episodes that the last step ended, (environment,
+    return, length): the return neither scaled nor discounted, the length in agent steps.
+    """
+
+    def __init__(self, args: Args, num_envs: int, run_folder: Path, frozen: bool = False) -> None:
+        self.args, self.num_envs, self.run_folder, self.frozen = args, num_envs, run_folder, frozen
+        self.envs = [make_env(args.env_id)]
+        self.low, self.high = self.envs[0].action_space.low, self.envs[0].action_space.high
+        self.obs_dim, self.action_dim = len(self.envs[0].observation_space.low), len(self.low)
+        self.obs_stats, self.return_stats = RunningMeanStd((self.obs_dim,)), RunningMeanStd(())
+        self.recent_returns = deque(maxlen=100)
+
+    def reset(self, *key: int) -> np.ndarray:
+        """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, D)."""
+        self.close()
+        # Trap: a reset is not enough. It leaves traces in some environments (Box2D's walker keeps its world)
+        self.envs = [make_env(self.args.env_id, self.args.capture_video and i == 0) for i in range(self.num_envs)]
+        if self.args.capture_video:
+            name, videos = f"{'evaluation' if self.frozen else 'training'}-{key[0]}", str(self.run_folder / "videos")
+            self.envs[0] = RecordVideo(self.envs[0], videos, lambda episode: episode == 0, name_prefix=name)
+        seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.num_envs)
+        raw_obs = np.stack([env.reset(seed=int(seed))[0] for env, seed in zip(self.envs, seeds)])
+        self.discounted_returns, self.returns = np.zeros(self.num_envs), np.zeros(self.num_envs)
+        self.lengths = np.zeros(self.num_envs, int)
+        return self.normalise(raw_obs)
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Play one step with actions (N, A), clipped to the box.
+
+        Returns the observations to act on next (N, D), those that the actions led to (N, D; another one where an
+        episode ended), the scaled rewards, the terminations and the truncations (N,).
+        """
+        raw_obs, raw_rewards, terminations, truncations, _ = zip(
+            *(env.step(action) for env, action in zip(self.envs, actions.clip(self.low, self.high)))
+        )
+        successors, rewards = self.normalise(np.stack(raw_obs)), self.scale(np.array(raw_rewards))
+        self.returns += raw_rewards
+        self.lengths += 1
+        next_obs, self.finished = successors, []
+        for i, ended in enumerate(map(any, zip(terminations, truncations))):
+            if ended:
+                self.finished.append((i, float(self.returns[i]), int(self.lengths[i])))
+                self.recent_returns.append(float(self.returns[i]))
+                next_obs = next_obs.copy()
+                next_obs[i] = self.normalise(self.envs[i].reset()[0][None])
+                self.discounted_returns[i] = self.returns[i] = self.lengths[i] = 0
+        return next_obs, successors, rewards, np.array(terminations), np.array(truncations)
+
+    def normalise(self, raw_obs: np.ndarray) -> np.ndarray:
+        """Count observations (M, D); (x - mean) / std, clipped, float32 ([37], continuous details 6 and 7)."""
+        if not self.frozen:
+            self.obs_stats.update(raw_obs)
+        return ((raw_obs - self.obs_stats.mean) / self.obs_stats.std).clip(-10, 10).astype(np.float32)
+
+    def scale(self, raw_rewards: np.ndarray) -> np.ndarray:
+        """Rewards (N,) by the std of the running discounted return, clipped ([37], continuous details 8 and 9)."""
+        self.discounted_returns = self.args.gamma * self.discounted_returns + raw_rewards
+        if not self.frozen:
+            self.return_stats.update(self.discounted_returns)
+        return (raw_rewards / self.return_stats.std).clip(-10, 10)  # Detail: the mean is not subtracted
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -379,7 +284,7 @@ class Agent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, action_dim), std=0.01),  # Detail: the first actions are close to zero
+            layer_init(nn.Linear(64, action_dim), std=0.01),  # Detail: the first mean actions are close to zero
         )
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_dim, 64)),
@@ -402,78 +307,9 @@ class Agent(nn.Module):
         entropy = log_normaliser + 0.5 * len(self.log_std)
         return logprobs, entropy, self.critic(obs).squeeze(-1)
 
-    def numpy_actor(self):
-        """The actor as a numpy function obs (N, D) -> mean action (N, A). To be made anew after each update.
 
-        One observation at a time, torch's overhead is several times the arithmetic (benchmark/tricks.py).
-        """
-        weights = [parameter.detach().cpu().numpy() for parameter in self.actor.parameters()]
-        (*hidden, last) = zip(weights[::2], weights[1::2])
-
-        def mean_action(obs: np.ndarray) -> np.ndarray:
-            for weight, bias in hidden:
-                obs = np.tanh(obs @ weight.T + bias)
-            return obs @ last[0].T + last[1]
-
-        return mean_action
-
-
-class RunningMeanStd:
-    """Mean and variance of all rows seen so far, in float64 (Chan, Golub, LeVeque 1983; one row: Welford 1962).
-
-    Args:
-        shape: the shape of a row, () for scalars.
-    """
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.count = 0
-        self.mean = np.zeros(shape)
-        self.m2 = np.zeros(shape)  # sum of squared deviations from the mean
-
-    def update(self, rows: np.ndarray) -> None:
-        """Merge rows (N, *shape). Exact: the sum of squares grows by sum (x - mean before) (x - mean after)."""
-        if not self.count:  # Trap: from a mean far off, rounding errors are as large as the variance
-            self.mean = np.array(rows[0], float)
-        self.count += len(rows)
-        deviation = rows - self.mean
-        self.mean = self.mean + np.add.reduce(deviation) / self.count
-        self.m2 = self.m2 + np.add.reduce(deviation * (rows - self.mean))
-
-    def update_in_turn(self, rows: np.ndarray) -> np.ndarray:
-        """Merge scalars (T, N), and return the standard deviation (T,) as it was after each row of N."""
-        mean = self.mean if self.count else rows[0, 0]
-        counts = self.count + rows.shape[1] * np.arange(1, len(rows) + 1)
-        sums, squares = (np.add.reduce(deviation, 1).cumsum() for deviation in (rows - mean, (rows - mean) ** 2))
-        m2 = self.m2 + squares - sums**2 / counts  # sum (x - mean)^2 = sum (x - c)^2 - (sum (x - c))^2 / count
-        self.update(rows.ravel())
-        return np.sqrt(m2.clip(0) / counts + 1e-8)
-
-    @property
-    def std(self) -> np.ndarray:
-        """The standard deviation, never zero."""
-        return np.sqrt(self.m2 / max(self.count, 1) + 1e-8)
-
-    def normalise(self, rows: np.ndarray) -> np.ndarray:
-        """(x - mean) / std, clipped to [-10, 10], as float32 ([37], continuous actions, details 6 and 7)."""
-        return ((rows - self.mean) / self.std).clip(-10, 10).astype(np.float32)
-
-    def state_dict(self) -> dict:
-        return {"count": self.count, "mean": torch.tensor(self.mean), "m2": torch.tensor(self.m2)}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.count, self.mean, self.m2 = state["count"], state["mean"].numpy(), state["m2"].numpy()
-
-
-def compute_gae(
-    rewards: np.ndarray,
-    values: np.ndarray,
-    next_values: np.ndarray,
-    terminations: np.ndarray,
-    truncations: np.ndarray,
-    gamma: float,
-    gae_lambda: float,
-) -> np.ndarray:
-    r"""Generalised advantage estimates (T, N), all arguments (T, N).
+def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda) -> np.ndarray:
+    r"""Generalised advantage estimates (T, N); the arrays are (T, N).
 
     \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, summed to the end of the episode or of the batch, [GAE] Eq. (16)
     \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V is 0 after a termination, [PPO] Eq. (12)
@@ -490,20 +326,10 @@ def compute_gae(
     return advantages
 
 
-def ppo_loss(
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    values: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    old_values: torch.Tensor,
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    args: Args,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The loss to be minimised, minus [PPO] Eq. (9), and the parts that are logged. Arguments (B,) but the entropy ().
-
-    Returns the loss () and (policy loss (), value loss (), entropy (), log-ratios (B,)), the latter detached.
-    """
+def ppo_loss(logprobs, entropy, values, old_logprobs, old_values, advantages, returns, args) -> tuple:
+    """The loss to be minimised (), minus [PPO] Eq. (9), and its metrics {name: ()}. Tensors (B,), the entropy ()."""
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
     # [PPO] Eq. (7): a lower bound; a gain beyond the clip earns nothing more, a loss counts in full
@@ -515,576 +341,409 @@ def ppo_loss(
         value_loss = torch.maximum(value_loss, (clipped_values - returns).square())
     value_loss = 0.5 * value_loss.mean()
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
-    return loss, (policy_loss.detach(), value_loss.detach(), entropy.detach(), logratio.detach())
+    metrics = {
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy,
+        # Two estimates of KL(old || new), http://joschu.net/blog/kl-approx.html; the second has less variance
+        "old_approx_kl": -logratio.mean(),
+        "approx_kl": (ratio - 1 - logratio).mean(),
+        "clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean(),
+    }
+    return loss, metrics
 
 
-def loss_gradient(agent: Agent, theta: torch.Tensor, minibatch: tuple, args: Args):
-    """Gradient of the loss at the parameters `theta` (P,), and the loss's parts. A pure function: it can be traced.
+def minibatch_step(agent, args, theta, exp_avg, exp_avg_sq, adam_steps, learning_rate, minibatch) -> dict:
+    r"""The gradient of the loss on one minibatch, and one step of Adam with it, in place ([ADAM] Alg. 1).
 
-    Only the structure of `agent` is used, so it may lie on the device "meta" (and must not share memory with theta).
+    m = \beta_1 m + (1 - \beta_1) g,   v = \beta_2 v + (1 - \beta_2) g^2
+    \theta = \theta - \alpha \hat m / (\sqrt{\hat v} + \epsilon),   \hat m = m / (1 - \beta_1^t),  \hat v likewise
+
+    `theta`, `exp_avg`, `exp_avg_sq` are vectors (P,), `adam_steps` an int64 (), `learning_rate` a float64 (), and
+    `minibatch` is (obs, actions, logprobs, values, advantages, returns). Of `agent` only the structure is used: its
+    parameters are taken from `theta`. So this is a function of tensors alone, which can be traced and compiled.
     """
     obs, actions, *rest = minibatch
-    shapes = {name: parameter.shape for name, parameter in agent.named_parameters()}
+    beta1, beta2, epsilon = 0.9, 0.999, 1e-5  # Detail: epsilon 1e-5, not 1e-8 ([37], core detail 3)
 
-    def loss_of(theta):
+    def loss_of(theta: torch.Tensor) -> tuple:
+        shapes = {name: parameter.shape for name, parameter in agent.named_parameters()}
         views = theta.split([shape.numel() for shape in shapes.values()])
         parameters = {name: view.view(shape) for (name, shape), view in zip(shapes.items(), views)}
         return ppo_loss(*torch.func.functional_call(agent, parameters, (obs, actions)), *rest, args)
 
-    return torch.func.grad(loss_of, has_aux=True)(theta)
-
-
-def minibatch_step(agent: Agent, args: Args, theta, exp_avg, exp_avg_sq, step_size, bias_correction, minibatch):
-    r"""One step of Adam on one minibatch, in place. Returns the loss's parts and the norm of the gradient ().
-
-    m = \beta_1 m + (1 - \beta_1) g,   v = \beta_2 v + (1 - \beta_2) g^2                                [ADAM] Alg. 1
-    \theta = \theta - step_size * m / (\sqrt{v} / bias_correction + \epsilon)
-
-    with step_size = lr / (1 - \beta_1^t) and bias_correction = \sqrt{1 - \beta_2^t}, numbers or tensors (). Written out
-    because it is then traced together with the gradient, see `straight_line`.
-    """
-    grad, parts = loss_gradient(agent, theta, minibatch, args)
+    grad, metrics = torch.func.grad(loss_of, has_aux=True)(theta)
     grad_norm = grad.norm()
     grad = grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    exp_avg.lerp_(grad, 1 - 0.9)
-    exp_avg_sq.lerp_(grad.square(), 1 - 0.999)
-    theta.sub_(step_size * exp_avg / (exp_avg_sq.sqrt() / bias_correction + 1e-5))  # Detail: eps 1e-5, not 1e-8
-    return *parts, grad_norm
-
-
-def straight_line(step: Callable, *example) -> Callable:
-    """The function `step` as a straight line of tensor operations, traced once; `example` are arguments (copied).
-
-    Autograd finds out anew in every minibatch what it has to do, and for networks this small that takes longer than
-    doing it. The traced step does the same operations in the same order, so its results are the same to the bit, and
-    is much faster (benchmark/tricks.py). All that is Python in it (shapes, coefficients, flags) is fixed.
-    """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    example = copy.deepcopy(example)
-    graph = make_fx(step)(*example)
-    if example[0].is_cuda:  # there TorchScript would compile kernels of its own, with other rounding
-        return graph
-    with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile, which needs a C++ compiler
-        return torch.jit.trace(graph, example, check_trace=False)
-
-
-def evaluate(args: Args, model: dict, run_folder: Path) -> list[float]:
-    """Play `args.eval_episodes` whole episodes with the mean action and frozen statistics, and print the score.
-
-    `model` is a checkpoint or what model.pt holds. Returns the undiscounted, unscaled returns. The episodes depend on
-    args.seed alone and are none of training's; one that does not end is cut after 100,000 steps.
-    """
-    env = make_env(args.env_id, render=args.capture_video)
-    if args.capture_video:
-        env = record(env, run_folder, "evaluation")
-    low, high = env.action_space.low, env.action_space.high
-    agent, obs_stats = Agent(len(env.observation_space.low), len(low)), RunningMeanStd(env.observation_space.shape)
-    agent.load_state_dict(model["agent"])
-    obs_stats.load_state_dict(model["obs_stats"])
-    mean_action, returns = agent.numpy_actor(), []
-    for env_seed in reset_seeds(args.seed, 0, 1, num=args.eval_episodes):
-        obs, _ = env.reset(seed=env_seed)
-        returns.append(0.0)
-        for _ in range(100_000):
-            action = mean_action(obs_stats.normalise(obs)).clip(low, high)
-            obs, reward, terminated, truncated, _ = env.step(action)
-            returns[-1] += float(reward)
-            if terminated or truncated:
-                break
-    env.close()
-    print(
-        f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes of the mean action"
-    )
-    print("returns: " + " ".join(f"{value:.2f}" for value in returns), flush=True)
-    return returns
-
-
-def checkpoints(run_folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    found = [path for path in run_folder.glob("checkpoint_*.pt") if path.stem[11:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.stem[11:]))
-
-
-def write_atomically(path: Path, content: dict | str) -> None:
-    """Write a checkpoint or a text so that `path` holds all of it or is not there: another name, a sync, a rename."""
-    buffer = io.BytesIO(content.encode() if isinstance(content, str) else b"")
-    if isinstance(content, dict):
-        torch.save(content, buffer)
-    temporary = path.with_suffix(".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
-
-
-def save_checkpoint(run_folder: Path, state: dict) -> None:
-    """Write checkpoint_{global_step}.pt, keep the last two. FloatingPointError where a parameter is not finite."""
-    if not all(tensor.isfinite().all() for tensor in state["agent"].values()):
-        raise FloatingPointError(f"the parameters are not finite at step {state['global_step']:,}")
-    write_atomically(run_folder / f"checkpoint_{state['global_step']}.pt", state)
-    for path in checkpoints(run_folder)[:-2]:
-        path.unlink()
-
-
-def read_checkpoint(path: Path) -> dict:
-    """Load one file of this script, running no pickled code. Raises ValueError that says what is wrong with it."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            if file.testzip():  # Trap: torch.load does not compare the checksums
-                raise ValueError("checksum")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} is damaged or no checkpoint") from error
-    parts = set(checkpoint) if isinstance(checkpoint, dict) else set()
-    if not parts >= {"script", "args", "global_step", "agent"} or checkpoint["script"] != SCRIPT:
-        raise ValueError(f"{path} is no checkpoint of {SCRIPT}.py")
-    found = env_id = checkpoint["args"]["env_id"]
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a file of something else says nothing
-        env_id = json.loads((path.parent / "args.json").read_text())["env_id"]
-    if found != env_id:
-        raise ValueError(f"{path} is a checkpoint of {found} in a run of {env_id}")
-    return checkpoint
-
-
-def first_sound(paths: Iterable[Path], otherwise: str) -> dict:
-    """What the first sound file of these holds; damaged ones are named. Where there is none it says `otherwise`."""
-    problems = []
-    for path in paths:
-        try:
-            checkpoint = read_checkpoint(path)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        for problem in problems:
-            print(f"note: {problem}; using {path.name}", file=sys.stderr)
-        return checkpoint
-    fail("; ".join(problems) or otherwise)
-
-
-def load_checkpoint(name: str) -> dict:
-    """The checkpoint or model in a file, or the newest sound checkpoint of a run folder."""
-    path = Path(name)
-    if not name or not path.exists():
-        fail(f"there is no file or folder {name!r}")
-    found = reversed(checkpoints(path)) if path.is_dir() else [path]
-    return first_sound(found, f"{name} holds no checkpoint of {SCRIPT}.py")
-
-
-def go_on(run_folder: Path, checkpoint: dict, args: dict) -> None:
-    """Make a run folder ready for a run that goes on: a run killed before its next checkpoint keeps its new arguments.
-
-    Newer checkpoints, which were found damaged, are renamed: they would count as two that are kept.
-    """
-    for path in checkpoints(run_folder):
-        if int(path.stem[11:]) > checkpoint["global_step"]:
-            path.rename(path.with_suffix(".damaged"))
-    if args != checkpoint["args"] or not checkpoints(run_folder):
-        save_checkpoint(run_folder, checkpoint | {"args": args})
-
-
-def how_to_resume(run_folder: Path | None) -> str:
-    """What to add to the message of a run that ends before its time."""
-    if run_folder is None or not checkpoints(run_folder):
-        return ""
-    newest, folder = checkpoints(run_folder)[-1], shlex.quote(str(run_folder))
-    return f"; the last good checkpoint is {newest}; resume with: python {sys.argv[0]} --resume {folder}"
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM arrived; the argument is the signal's number."""
-
-
-def interrupt(signum: int, frame: object) -> NoReturn:
-    """The handler of both signals: the first one ends the run, further ones change nothing."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, lambda *_: None)  # Trap: SIG_IGN complains of a second signal that has just arrived
-    raise Interrupted(signum)
-
-
-def revive(lost) -> None:
-    """The hook for exceptions that Python drops, as in callbacks of the garbage collector: signals come again."""
-    if not isinstance(lost.exc_value, Interrupted):
-        return sys.__unraisablehook__(lost)
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, interrupt)
-    threading.Timer(0.01, os.kill, (os.getpid(), lost.exc_value.args[0])).start()
-
-
-class Progress:
-    """The state of the run in one line: rewritten in place on a terminal, else a plain line at most every 10 s."""
-
-    def __init__(self, first_step: int, last_step: int) -> None:
-        self.first_step, self.last_step = first_step, last_step
-        self.started = time.perf_counter()
-        self.shown = -math.inf
-
-    def sps(self, global_step: int) -> float:
-        """Environment steps per second since this process began to train."""
-        return (global_step - self.first_step) / (time.perf_counter() - self.started)
-
-    def show(self, global_step: int, recent_returns: deque) -> None:
-        """Show steps, speed, the mean return of the last episodes and the time left."""
-        terminal, now, last = sys.stdout.isatty(), time.perf_counter(), global_step >= self.last_step
-        if not last and now - self.shown < (0.1 if terminal else 10):
-            return
-        self.shown = now
-        sps = self.sps(global_step)
-        left = int((self.last_step - global_step) / max(sps, 1e-9))
-        score = f"{np.mean(recent_returns):.1f}" if recent_returns else "-"
-        line = (
-            f"{global_step:,}/{self.last_step:,} steps  {sps:,.0f} steps/s  "
-            f"return {score} (last {len(recent_returns)})  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
-        )
-        print(f"\r{line}\x1b[K" if terminal else line, end="\n" if last or not terminal else "", flush=True)
-
-
-def make_writer(args: Args, run_folder: Path, resumed_step: int | None) -> SummaryWriter:
-    """Open the TensorBoard log, and W&B with `--track`. A resumed run's log goes on where its checkpoint was written.
-
-    Each checkpoint is preceded by a point `charts/checkpoint`. On resuming, everything up to that point is copied into
-    a new event file and the old files are removed: what was logged between the checkpoint and the interruption will be
-    logged again. W&B replaces the run of the same id by what it reads in the new file, so its curve is whole too.
-    """
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    old_files = sorted(run_folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_size)
-    if args.track:
-        import wandb
-
-        shutil.rmtree(run_folder / "wandb", ignore_errors=True)
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            id=run_folder.name,
-            name=run_folder.name,
-            config=vars(args),
-            dir=run_folder,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        # This is sync_tensorboard. Trap: without save=False, W&B links the run folder into a folder of the run folder,
-        # follows the link, and logs every point again and again.
-        wandb.tensorboard.patch(save=False, root_logdir=str(run_folder), pytorch=True)
-    # On a full disk TensorBoard's thread fails with a traceback, and then the next call, whose one line is enough
-    threading.excepthook = lambda failure: failure.exc_type is OSError or threading.__excepthook__(failure)
-    writer = SummaryWriter(str(run_folder), flush_secs=10)
-    if not old_files:
-        rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
-        writer.add_text("hyperparameters", f"|argument|value|\n|-|-|\n{rows}")
-    # The largest file: a copy that was itself interrupted is smaller than what it copies
-    for event in map(Event.FromString, RawEventFileLoader(str(old_files[-1])).Load() if old_files else ()):
-        if not event.HasField("file_version"):
-            writer.file_writer.event_writer.add_event(event)
-        if event.step == resumed_step and any(v.tag == "charts/checkpoint" for v in event.summary.value):
-            break
-    writer.flush()
-    for path in old_files:
-        path.unlink()
-    return writer
-
-
-def finish_tracking(run_folder: Path) -> None:
-    """Send the videos to W&B and end its run. (Its own `monitor_gym` fails with gymnasium 1.)"""
-    import wandb
-
-    films = sorted((run_folder / "videos").glob("*.mp4"))
-    if films:
-        wandb.log({f"videos/{path.stem}": wandb.Video(str(path), format="mp4") for path in films})
-    wandb.finish()
-
-
-def command_line(args: Args) -> str:
-    """The command that makes this run from its beginning, with what differs from the defaults."""
-    words = ["python", f"{SCRIPT}.py"]
-    for name, value in vars(args).items():
-        flag = name.replace("_", "-")
-        if name != "resume" and value != getattr(Args(), name):
-            words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return shlex.join(words)
-
-
-def upload_model(args: Args, run_folder: Path, returns: list[float]) -> None:
-    """Upload model.pt, the arguments and a model card to the Hugging Face hub, or say why they were not."""
-    from huggingface_hub import HfApi
-
-    name = f"{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}"
-    card = f"""---
-tags: [reinforcement-learning, {args.env_id}, {SCRIPT}]
----
-# {args.env_id}, {SCRIPT}.py
-
-Return {np.mean(returns):.2f} +- {np.std(returns):.2f}: mean and standard deviation of {len(returns)} episodes.
-
-Trained by `{command_line(args)}`; played by `python {SCRIPT}.py --evaluate model.pt`.
-
-```json
-{json.dumps(vars(args) | {"resume": None}, indent=2)}
-```
-"""
-    try:
-        api = HfApi()
-        repo_id = api.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True).repo_id
-        api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id)
-        for file in ("model.pt", "args.json"):
-            api.upload_file(path_or_fileobj=run_folder / file, path_in_repo=file, repo_id=repo_id)
-    except Exception as error:  # no network, no right: the hub's library has many kinds
-        fail(f"the model is in {run_folder}, but was not uploaded: {error}", status=1)
+    t = adam_steps.add_(1).double()  # Trap: torch.compile loses what is written into a float64 () on the CPU
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+    step_size = learning_rate / (1 - beta1**t)
+    theta.sub_(step_size * exp_avg / ((exp_avg_sq / (1 - beta2**t)).sqrt() + epsilon))
+    return metrics | {"grad_norm": grad_norm}
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
-    T, N = args.num_steps, args.num_envs
-    batch_size = T * N
-    global_step = checkpoint["global_step"] if checkpoint else 0
-    last_step = global_step + max(0, math.ceil((args.total_timesteps - global_step) / batch_size)) * batch_size
-    if last_step != args.total_timesteps > global_step:
-        batches = f"{last_step // batch_size:,} batches of {batch_size:,}"
-        print(f"note: {args.total_timesteps:,} steps are rounded up to {last_step:,} ({batches})", file=sys.stderr)
+    T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
     device = choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the noise and the minibatches
-
-    envs = [make_env(args.env_id)]  # for its spaces
-    low, high = envs[0].action_space.low, envs[0].action_space.high
-    obs_dim, action_dim = len(envs[0].observation_space.low), len(low)
-
-    agent = Agent(obs_dim, action_dim, args.log_std_init).to(device)
+    envs = Environments(args, N, run_folder)
+    agent = Agent(envs.obs_dim, envs.action_dim, args.log_std_init).to(device)
     theta = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
     nn.utils.vector_to_parameters(theta, agent.parameters())  # from here on they are views of theta
     exp_avg, exp_avg_sq = torch.zeros_like(theta), torch.zeros_like(theta)
-    obs_stats, return_stats = RunningMeanStd((obs_dim,)), RunningMeanStd(())
-    recent_returns = deque(maxlen=100)
-    adam_steps = 0
-    if checkpoint:
-        adam_steps = checkpoint["adam_steps"]
-        agent.load_state_dict(checkpoint["agent"])  # in place: the parameters remain views of theta
-        exp_avg.copy_(checkpoint["exp_avg"])
-        exp_avg_sq.copy_(checkpoint["exp_avg_sq"])
-        obs_stats.load_state_dict(checkpoint["obs_stats"])
-        return_stats.load_state_dict(checkpoint["return_stats"])
-        rng.bit_generator.state = checkpoint["rng"]
-        recent_returns.extend(checkpoint["recent_returns"])
+    adam_steps = torch.zeros((), dtype=torch.int64, device=device)
 
-    def model() -> dict:
-        return {
-            "script": SCRIPT,
-            "args": vars(args) | {"resume": None, "evaluate": None},
-            "global_step": global_step,
-            "agent": agent.state_dict(),
-            "obs_stats": obs_stats.state_dict(),
-        }
+    parts = {"agent": agent, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "adam_steps": adam_steps, "rng": rng}
+    parts |= {"obs_stats": envs.obs_stats, "return_stats": envs.return_stats}  # all that the rest of a run depends on
+    global_step = restore(parts, checkpoint)
+    last_step = global_step + math.ceil(max(0, args.total_timesteps - global_step) / batch_size) * batch_size
+    run = Run(args, run_folder, checkpoint, last_step)
 
-    def save() -> None:
-        """A checkpoint is the model and all else that the rest of the run depends on."""
-        writer.add_scalar("charts/checkpoint", global_step, global_step)
-        writer.flush()
-        rest = {
-            "adam_steps": adam_steps,
-            "exp_avg": exp_avg,
-            "exp_avg_sq": exp_avg_sq,
-            "return_stats": return_stats.state_dict(),
-            "rng": rng.bit_generator.state,
-            "recent_returns": list(recent_returns),
-        }
-        save_checkpoint(run_folder, model() | rest)
-
-    writer = make_writer(args, run_folder, global_step if checkpoint else None)
-    if not checkpoint:
-        save()
-    progress = Progress(global_step, last_step)
-
-    update = functools.partial(minibatch_step, Agent(obs_dim, action_dim).to("meta"), args)
-    if args.compile:
-        for tensor in (theta, exp_avg, exp_avg_sq):  # for CUDA graphs: these stay where they are
-            torch._dynamo.mark_static_address(tensor)
-        options = {"triton.cudagraphs": True} if device.type == "cuda" else {"cpp_wrapper": True}
-        update = torch.compile(update, fullgraph=True, options=options)
-    else:
-        shapes = [(obs_dim,), (action_dim,), (), (), (), ()]
-        minibatch = tuple(torch.zeros(batch_size // args.num_minibatches, *shape, device=device) for shape in shapes)
-        update = straight_line(update, theta, exp_avg, exp_avg_sq, *torch.ones(2, device=device), minibatch)
-
-    obs = np.zeros((T, N, obs_dim), np.float32)
-    successors = np.zeros((T, N, obs_dim), np.float32)
-    actions = np.zeros((T, N, action_dim), np.float32)
-    raw_rewards, discounted_returns = np.zeros((T, N)), np.zeros((T, N))
-    terminations = np.zeros((T, N), bool)
-    truncations = np.zeros((T, N), bool)
-    raw_obs = np.zeros((N, obs_dim))
+    obs = np.zeros((T, N, envs.obs_dim), np.float32)
+    successors = np.zeros((T, N, envs.obs_dim), np.float32)
+    actions = np.zeros((T, N, envs.action_dim), np.float32)
+    rewards = np.zeros((T, N), np.float32)
+    terminations, truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
+    step = accelerate(minibatch_step, agent, args)
     next_obs = None
 
     while global_step < last_step:
-        if next_obs is None:  # at the start and after each checkpoint
-            for env in envs:
-                env.close()
-            # Trap: a reset is not enough. It leaves traces in some environments (Box2D's walker keeps its world)
-            envs = [make_env(args.env_id, render=args.capture_video and i == 0) for i in range(N)]
-            if args.capture_video:
-                envs[0] = record(envs[0], run_folder, f"train-from-{global_step}")
-            for i, env_seed in enumerate(reset_seeds(args.seed, global_step, num=N)):
-                raw_obs[i], _ = envs[i].reset(seed=env_seed)
-            obs_stats.update(raw_obs)
-            next_obs = obs_stats.normalise(raw_obs)  # (N, D)
-            discounted_return, episodic_returns, episodic_lengths = np.zeros(N), np.zeros(N), np.zeros(N, int)
+        if next_obs is None or global_step % args.checkpoint_interval < batch_size:
+            run.save_checkpoint(global_step, parts)
+            next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
         learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
 
-        # Collect T steps in each environment with the policy held fixed: [PPO] Alg. 1, line 3
-        mean_action = agent.numpy_actor()
-        noise = rng.standard_normal((T, N, action_dim), np.float32) * agent.log_std.detach().exp().cpu().numpy()
+        # Collect T steps in each environment: [PPO] Alg. 1, line 3. The parameters stay; the statistics move
+        mean_action = numpy_actor(agent.actor)
+        noise = rng.standard_normal((T, N, envs.action_dim), np.float32) * agent.log_std.detach().exp().cpu().numpy()
         for t in range(T):
             obs[t] = next_obs
-            actions[t] = mean_action(next_obs) + noise[t]
-            env_actions = actions[t].clip(low, high)  # Detail: the loss sees the Gaussian's own, unclipped action
-            ended = []
-            for i, env in enumerate(envs):
-                raw_obs[i], raw_rewards[t, i], terminated, truncated, _ = env.step(env_actions[i])
-                terminations[t, i], truncations[t, i] = terminated, truncated
-                if terminated or truncated:
-                    ended.append(i)
+            actions[t] = mean_action(next_obs) + noise[t]  # Detail: the loss sees the unclipped action
+            next_obs, successors[t], rewards[t], terminations[t], truncations[t] = envs.step(actions[t])
             global_step += N
-            obs_stats.update(raw_obs)
-            successors[t] = next_obs = obs_stats.normalise(raw_obs)
-            discounted_return = args.gamma * discounted_return + raw_rewards[t]
-            discounted_returns[t] = discounted_return
-            episodic_returns += raw_rewards[t]
-            episodic_lengths += 1
-            for i in ended:
-                recent_returns.append(float(episodic_returns[i]))
-                writer.add_scalar("charts/episodic_return", episodic_returns[i], global_step)
-                writer.add_scalar("charts/episodic_length", episodic_lengths[i], global_step)
-                raw_obs[i], _ = envs[i].reset()
-                obs_stats.update(raw_obs[i : i + 1])
-                next_obs[i] = obs_stats.normalise(raw_obs[i])
-                discounted_return[i] = episodic_returns[i] = episodic_lengths[i] = 0
-        # Detail: the mean is not subtracted, only the scale is changed ([37], continuous actions, details 8 and 9)
-        scale = return_stats.update_in_turn(discounted_returns)[:, None]  # (T, 1)
-        rewards = (raw_rewards / scale).clip(-10, 10).astype(np.float32)
+            for _, score, length in envs.finished:
+                run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
 
         # Estimate the advantages: [PPO] Alg. 1, line 4
-        b_obs = torch.from_numpy(obs).view(batch_size, obs_dim).to(device)
-        b_actions = torch.from_numpy(actions).view(batch_size, action_dim).to(device)
+        b_obs = torch.from_numpy(obs).view(batch_size, -1).to(device)
+        b_actions = torch.from_numpy(actions).view(batch_size, -1).to(device)
         with torch.no_grad():
             b_logprobs, _, b_values = agent(b_obs, b_actions)
-            next_values = agent.critic(torch.from_numpy(successors).to(device)).squeeze(-1).cpu().numpy()
+            next_values = agent.critic(torch.from_numpy(successors).to(device)).squeeze(-1).cpu().numpy()  # (T, N)
         values = b_values.view(T, N).cpu().numpy()
         ends = terminations if args.bootstrap_truncation else terminations | truncations
         advantages = compute_gae(rewards, values, next_values, ends, truncations, args.gamma, args.gae_lambda)
         b_advantages = torch.from_numpy(advantages).view(batch_size).to(device)
         b_returns = b_advantages + b_values
 
-        # K passes of minibatches: [PPO] Alg. 1, line 6
-        details = []
+        # K epochs of minibatches: [PPO] Alg. 1, line 6
+        alpha = torch.tensor(learning_rate, dtype=torch.float64, device=device)
+        state = (theta, exp_avg, exp_avg_sq, adam_steps, alpha)
+        batch = (b_obs, b_actions, b_logprobs, b_values, b_advantages, b_returns)
         for _ in range(args.update_epochs):
             order = torch.from_numpy(rng.permutation(batch_size)).to(device)
-            mb_obs, mb_actions, mb_logprobs, mb_values, mb_advantages, mb_returns = (
-                rows[order].view(args.num_minibatches, -1, *rows.shape[1:])
-                for rows in (b_obs, b_actions, b_logprobs, b_values, b_advantages, b_returns)
-            )
-            if args.norm_adv and mb_advantages.shape[1] > 1:  # one sample has no standard deviation
-                mb_advantages = mb_advantages - mb_advantages.mean(1, keepdim=True)
-                mb_advantages = mb_advantages / (mb_advantages.std(1, keepdim=True) + 1e-8)
-            for minibatch in zip(mb_obs, mb_actions, mb_logprobs, mb_values, mb_advantages, mb_returns):
-                adam_steps += 1
-                # Trap: a number would be compiled in
-                step_size = torch.tensor(learning_rate / (1 - 0.9**adam_steps), device=device)
-                bias_correction = torch.tensor(math.sqrt(1 - 0.999**adam_steps), device=device)
-                parts = update(theta, exp_avg, exp_avg_sq, step_size, bias_correction, minibatch)
-                # Trap: a CUDA graph overwrites its outputs
-                details.append([part.clone() for part in parts] if device.type == "cuda" else parts)
-            logratios = torch.stack([logratio for *_, logratio, _ in details[-args.num_minibatches :]])
-            # [37]: two estimates of KL(old || new), http://joschu.net/blog/kl-approx.html; the second has less variance
-            old_approx_kl, approx_kl = -logratios.mean(), (logratios.exp() - 1 - logratios).mean()
-            if args.target_kl is not None and approx_kl > args.target_kl:
+            minibatches = zip(*(rows[order].chunk(args.num_minibatches) for rows in batch))
+            epoch = [step(*state, minibatch) for minibatch in minibatches]
+            metrics = {name: torch.stack([each[name] for each in epoch]).mean() for name in epoch[0]}
+            if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
                 break
 
-        policy_loss, value_loss, entropy, logratios, grad_norm = map(torch.stack, zip(*details))
-        if not grad_norm.isfinite().all():
+        if not metrics["grad_norm"].isfinite():
             raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
-        scalars = {
-            "charts/learning_rate": learning_rate,
-            "charts/SPS": progress.sps(global_step),
-            "losses/policy_loss": policy_loss.mean(),
-            "losses/value_loss": value_loss.mean(),
-            "losses/entropy": entropy.mean(),
-            "losses/old_approx_kl": old_approx_kl,
-            "losses/approx_kl": approx_kl,
-            "losses/clipfrac": ((logratios.exp() - 1).abs() > args.clip_coef).float().mean(),
-            "losses/explained_variance": 1 - np.var(advantages) / max(np.var(advantages + values), 1e-12),
-            "losses/grad_norm": grad_norm.mean(),
-        }
-        for tag, value in scalars.items():
-            writer.add_scalar(tag, value, global_step)
-        progress.show(global_step, recent_returns)
-        if global_step // args.checkpoint_interval > (global_step - batch_size) // args.checkpoint_interval:
-            save()
-            next_obs = None
+        run.log(global_step, {f"losses/{name}": metric for name, metric in metrics.items()})
+        explained_variance = 1 - np.var(advantages) / max(np.var(advantages + values), 1e-12)
+        run.log(global_step, {"losses/explained_variance": explained_variance, "charts/learning_rate": learning_rate})
+        run.progress(global_step, envs.recent_returns)
 
-    if next_obs is not None:
-        save()
-    for env in envs:
-        env.close()
-    returns = evaluate(args, model(), run_folder)
-    writer.add_scalar("eval/episodic_return", np.mean(returns), global_step)
-    if args.save_model:
-        write_atomically(run_folder / "model.pt", model())
-    writer.close()
-    if args.track:
-        finish_tracking(run_folder)
-    if args.upload_model:
-        upload_model(args, run_folder, returns)
+    envs.close()
+    run.finish(global_step, parts, model=("agent", "obs_stats"))
+
+
+# ----- The run: evaluation, checkpoints, logs and sharing. Nothing below this line belongs to the algorithm. -----
+
+SCRIPT = "ppo_continuous"
+PACKAGES = ("torch", "gymnasium", "mujoco", "numpy")  # whose versions go into result.json
+
+
+def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]]:
+    """Play `args.eval_episodes` whole episodes with the mean action and frozen statistics, and print the score.
+
+    `model` is a checkpoint or what model.pt holds. Returns the returns, undiscounted and unscaled. The episodes depend
+    on the seed and on the model's step; none of them is one of training's.
+    """
+    device = choose_device(args)
+    envs = Environments(args, args.eval_episodes, run_folder, frozen=True)
+    agent = Agent(envs.obs_dim, envs.action_dim).to(device)
+    restore({"agent": agent, "obs_stats": envs.obs_stats}, model)
+    mean_action, returns = numpy_actor(agent.actor), {}
+    obs = envs.reset(model["global_step"], 1)
+    while len(returns) < args.eval_episodes:
+        obs, *_ = envs.step(mean_action(obs))
+        for i, episodic_return, _ in envs.finished:
+            returns.setdefault(i, episodic_return)  # the first episode of each environment
+    envs.close()
+    returns = [returns[i] for i in range(args.eval_episodes)]
+    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes of the mean action")
+    return {"episodic_return": returns}
+
+
+def choose_device(args: Args) -> torch.device:
+    """The device of the networks, set up as the arguments say."""
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+
+
+def write_file(path: Path, content: dict | str) -> None:
+    """Write a checkpoint or a text so that `path` holds all of it or is not there, whenever the process is killed."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path: Path) -> dict:
+    """Load a checkpoint or a model, or the newest sound checkpoint of a run folder. Runs no pickled code."""
+    for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                # Trap: torch.load compares no checksums, and reads nothing where an entry is marked as a folder
+                if archive.testzip() or any(entry.external_attr for entry in archive.infolist()):
+                    raise ValueError("wrong checksum")
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            if checkpoint["script"] != SCRIPT:
+                raise ValueError(f"written by {checkpoint['script']}.py")
+            return checkpoint
+        except Exception as error:  # the libraries raise a dozen kinds
+            reason = " ".join(str(error).split())[:100]
+            print(f"note: {file} is damaged or no checkpoint of {SCRIPT}.py ({reason})", file=sys.stderr)
+    sys.exit(f"error: no sound checkpoint in {path}")
+
+
+def state_of(part) -> object:
+    """The state of a tensor, a generator of numpy or anything with `state_dict`."""
+    if isinstance(part, torch.Tensor):
+        return part
+    return part.bit_generator.state if isinstance(part, np.random.Generator) else part.state_dict()
+
+
+def restore(parts: dict, checkpoint: dict | None) -> int:
+    """Set all parts to their states in the checkpoint, in place. Returns its global step, 0 without a checkpoint."""
+    try:
+        for name, part in parts.items() if checkpoint else ():
+            if isinstance(part, torch.Tensor):
+                part.copy_(checkpoint[name])
+            elif isinstance(part, np.random.Generator):
+                part.bit_generator.state = checkpoint[name]
+            else:
+                part.load_state_dict(checkpoint[name])
+        return checkpoint["global_step"] if checkpoint else 0
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
+
+
+class Run:
+    """What a run writes: TensorBoard and W&B, checkpoints, a line of progress, the result."""
+
+    def __init__(self, args: Args, folder: Path, checkpoint: dict | None, last_step: int) -> None:
+        self.args, self.folder, self.started = args, folder, time.time()
+        self.first_step, self.seconds = (checkpoint["global_step"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
+        if args.upload_model:
+            import huggingface_hub
+
+            huggingface_hub.whoami()  # a missing login is an error now, not after the training
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(ImportError, OSError):  # systems without such locks
+            import fcntl
+
+            try:
+                fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+            except BlockingIOError:
+                sys.exit(f"error: another process is at work in {folder}")
+        print(f"run folder: {folder}", flush=True)
+        if args.track:
+            import wandb
+
+            project, entity, run_id = args.wandb_project_name, args.wandb_entity, re.sub(r"\W+", "-", str(folder))
+            # A resumed run sends the points since its checkpoint again, with the same values
+            os.environ.setdefault("WANDB_SILENT", "true")
+            wandb.init(project=project, entity=entity, id=run_id, resume="allow", sync_tensorboard=True)
+            wandb.config.update(vars(args), allow_val_change=True)
+        # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
+        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
+        if not checkpoint:
+            rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
+            self.writer.add_text("hyperparameters", f"|argument|value|\n|-|-|\n{rows}")
+        write_file(folder / "args.json", json.dumps(vars(args), indent=2))
+        interval = 0.1 if sys.stderr.isatty() else 10
+        self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
+
+    def log(self, global_step: int, scalars: dict) -> None:
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, global_step)
+
+    def progress(self, global_step: int, recent_returns: deque) -> None:
+        """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
+        self.log(global_step, {"charts/SPS": (global_step - self.first_step) / (time.time() - self.started)})
+        if recent_returns:
+            self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+        self.bar.update(global_step - self.bar.n)
+
+    def pack(self, global_step: int, parts: dict) -> dict:
+        """What a checkpoint or model.pt holds. `seconds` counts all processes, but not what a kill undid."""
+        seconds = self.seconds + time.time() - self.started
+        header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
+        return header | {name: state_of(part) for name, part in parts.items()}
+
+    def save_checkpoint(self, global_step: int, parts: dict) -> None:
+        """Write checkpoint_{global_step}.pt and keep the one before it."""
+        self.writer.flush()
+        write_file(self.folder / f"checkpoint_{global_step:012}.pt", self.pack(global_step, parts))
+        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+            path.unlink()
+
+    def finish(self, global_step: int, parts: dict, model: tuple[str, ...]) -> None:
+        """Evaluate; write the last checkpoint, model.pt with the parts that `model` names, and result.json."""
+        self.bar.close()
+        args, model = self.args, self.pack(global_step, {name: parts[name] for name in model})
+        scores = evaluate(args, model, self.folder)
+        means = {f"eval/{name}": float(np.mean(values)) for name, values in scores.items()}
+        if global_step > self.first_step:  # Trap: a run that is continued after its end has logged this already
+            self.log(global_step, means)
+            self.save_checkpoint(global_step, parts)
+        self.writer.close()
+        if args.save_model or args.upload_model:
+            write_file(self.folder / "model.pt", model)
+        result = {"script": SCRIPT} | means | scores | {"global_step": global_step, "seconds": model["seconds"]}
+        result["args"] = vars(args)
+        versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+        result["versions"] = versions | {"python": platform.python_version()}
+        gpu = f", {torch.cuda.get_device_name()}" if args.cuda and torch.cuda.is_available() else ""
+        result["machine"] = f"{os.cpu_count()} cores, {platform.platform()}{gpu}"
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
+            git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+            result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        write_file(self.folder / "result.json", json.dumps(result, indent=2))
+        if args.track:
+            import wandb
+
+            wandb.log({path.stem: wandb.Video(str(path)) for path in self.folder.glob("videos/*.mp4")})
+            wandb.finish()
+        if args.upload_model:
+            from huggingface_hub import HfApi
+
+            card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
+            card += f"Trained by `{shlex.join(['python', *sys.argv])}`, played by `{SCRIPT}.py --evaluate model.pt`.\n"
+            write_file(self.folder / "README.md", card)
+            name = re.sub(r"\W+", "-", f"{args.env_id}-{SCRIPT}-{args.seed}")
+            repo = HfApi().create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True)
+            patterns = ["README.md", "model.pt", "args.json", "result.json", "videos/*"]
+            HfApi().upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
+
+
+def numpy_actor(actor: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
+    """The network as a numpy function, obs (N, D) -> mean action (N, A); to be made anew after each update.
+
+    One observation at a time, torch's overhead is several times the arithmetic. A network that holds other layers than
+    Linear (with a bias) and Tanh is asked through torch.
+    """
+    known = isinstance(actor, nn.Sequential) and {type(layer) for layer in actor} <= {nn.Linear, nn.Tanh}
+    if not known or any(getattr(layer, "bias", ...) is None for layer in actor):
+        device = next(actor.parameters()).device
+        return lambda obs: actor(torch.from_numpy(obs).to(device)).detach().cpu().numpy()
+    layers = [[parameter.detach().cpu().numpy() for parameter in layer.parameters()] for layer in actor]
+
+    def mean_action(obs: np.ndarray) -> np.ndarray:
+        for layer in layers:
+            obs = obs @ layer[0].T + layer[1] if layer else np.tanh(obs)
+        return obs
+
+    return mean_action
+
+
+def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
+    """minibatch_step as a straight line of tensor operations, traced at the first call, or compiled.
+
+    Autograd finds out anew in every minibatch what it has to do, and for networks this small that takes longer than
+    doing it. Traced, the same operations run in the same order, so the results are the same to the bit. All that is
+    Python in it (shapes, coefficients, flags) is fixed.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    on_gpu, fast = args.cuda and torch.cuda.is_available(), None
+    step = functools.partial(minibatch_step, copy.deepcopy(agent).to("meta"), args)
+
+    def call(*tensors):
+        nonlocal fast
+        if fast is None and args.compile:
+            for tensor in tensors[:4]:  # for CUDA graphs: the parameters and Adam's state stay where they are
+                torch._dynamo.mark_static_address(tensor)
+            option = "triton.cudagraphs" if on_gpu else "cpp_wrapper"
+            fast = torch.compile(step, fullgraph=True, options={option: True})
+        elif fast is None:
+            fast = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
+            if not on_gpu:  # there TorchScript would compile kernels of its own, with other rounding
+                with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile
+                    fast = torch.jit.trace(fast, copy.deepcopy(tensors), check_trace=False, strict=False)
+        metrics = fast(*tensors)
+        # Trap: a CUDA graph overwrites its outputs at the next call
+        return {name: metric.clone() for name, metric in metrics.items()} if on_gpu else metrics
+
+    return call
+
+
+def parse_args() -> tuple[Args, Path, dict | None]:
+    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one.
+
+    The arguments in the checkpoint are the defaults of those that are not given.
+    """
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("env-id", "run-folder", "resume", "evaluate"):
+        peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
+    given, _ = peek.parse_known_args()
+    if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
+        sys.exit(f"error: --resume takes a run folder, which {given.resume} is not, and no --evaluate beside it")
+    path = Path(given.evaluate or given.resume or given.run_folder or "runs")
+    if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
+        args = tyro.cli(Args)
+        name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+        return args, path if given.run_folder else path / name, None
+    checkpoint = load_checkpoint(path)
+    try:
+        saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
+        if ":" in saved.env_id and saved.env_id != given.env_id:
+            sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
+    except (TypeError, LookupError) as error:
+        sys.exit(f"error: {path} holds other arguments than this script: {error}")
+    args = tyro.cli(Args, default=saved)
+    if args.env_id != saved.env_id:
+        sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")
+    return args, path if path.is_dir() else path.parent, checkpoint
 
 
 def main() -> None:
-    """Evaluate a checkpoint, go on with a run, or start a new one."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, interrupt)
-    sys.unraisablehook = revive
-    run_folder = None
+    """Train, continue or evaluate, as the arguments say."""
+    for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: shells start background jobs with it ignored
+        signal.signal(signum, signal.default_int_handler)
+    args, folder, checkpoint = parse_args()
+    if args.cuda and not torch.cuda.is_available():
+        print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
     try:
-        args, checkpoint = parse_args()
-        args.check()
-        # What is wrong with the environment is said before anything is written
-        make_env(args.env_id, render=args.capture_video).close()
-        check_services(args)
-        begun = checkpoint["args"].get("log_std_init", 0.0) if args.resume else args.log_std_init
-        if begun != args.log_std_init:
-            fail(f"--log-std-init {args.log_std_init} has no effect on {args.resume}, which has begun with {begun}")
-        if args.evaluate:
-            path = Path(args.evaluate)
-            evaluate(args, checkpoint, path if path.is_dir() else path.parent)
-            return
-        run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        run_folder = Path(args.resume or f"runs/{run_name}")
-        run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        saved_args = vars(args) | {"resume": None, "evaluate": None}
-        write_atomically(run_folder / "args.json", json.dumps(saved_args, indent=2))
-        print(f"run folder: {run_folder}", flush=True)
-        if checkpoint:
-            go_on(run_folder, checkpoint, saved_args)
-        train(args, run_folder, checkpoint)
-    except Interrupted as interrupted:
-        status = 128 + interrupted.args[0]
-        print(
-            ("\n" if sys.stdout.isatty() else "") + f"interrupted{how_to_resume(run_folder)}",
-            file=sys.stderr,
-            flush=True,
-        )
-        if "wandb" in sys.modules:
-            sys.modules["wandb"].finish(exit_code=status)
-        os._exit(status)  # at once, whatever compilers and other threads are at
-    except (FloatingPointError, OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch's only sign of a full memory
-            raise
-        fail(f"{str(error) or 'no memory is left'}{how_to_resume(run_folder)}", status=1)
+        evaluate(args, checkpoint, folder) if args.evaluate else train(args, folder, checkpoint)
+    except KeyboardInterrupt:
+        command = shlex.join(["python", sys.argv[0], "--resume", str(folder)])
+        hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
+        print(f"\ninterrupted{hint}", file=sys.stderr)
+        sys.exit(130)
+    except gym.error.Error as error:
+        sys.exit(f"error: {error}")
+    except FloatingPointError as error:
+        sys.exit(f"\nerror: {error}")
 
 
 if __name__ == "__main__":

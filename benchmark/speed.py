@@ -1,111 +1,60 @@
-"""Speed of each script beside a peer at the same hyperparameters, as whole processes, in turn on one machine.
+"""Speed of each script beside its peers at the same hyperparameters, as whole processes, by turns on one machine.
 
-    python benchmark/speed.py --scripts ppo_continuous            # the table of README, about 15 minutes
-    python benchmark/speed.py --scripts ppo_continuous --full     # whole runs of 1M steps: about half an hour
+    python benchmark/speed.py --scripts ppo_continuous --repeats 3            # about ten minutes
+    python benchmark/speed.py --scripts qmix_smac_3m --jaxmarl ~/JaxMARL      # a clone of github.com/FLAIROx/JaxMARL
 
-Steady speed is measured from the end of the warm-up to the end of training, by the time stamps of the TensorBoard
-points (ours) or by what peers.py prints; wall time is the whole process's. A machine that others use too is fast now
-and slow then: so the programs of a round run by turns, one for four seconds while the others are stopped, and only the
-time of one's own turns counts. Where that is long enough, speed is measured over the same part of the round for all:
-past every warm-up and before the first program ends. Prints a table and appends to benchmark/results/speed.csv.
+A machine that others use too is fast now and slow then: so the programs of a round run by turns, one for four seconds
+while the others are stopped, and only the time of one's own turns counts. Steady speed is measured from the end of the
+warm-up to the end of training, where that is long enough over the same part of the round for all. Wall time is that of
+the whole process. Appends to benchmark/results/speed.csv; tables.py shows it.
 """
 
 import argparse
-import csv
 import datetime
-import importlib.metadata
 import os
-import platform
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from run import git
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+import pandas as pd
+from common import PACKAGES, PEERS, RESULTS, ROOT, commit, machine, read_events, read_table, versions
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmark" / "results" / "speed.csv"
+A2C = "a2c_atari.py --no-cuda --eval-episodes 1 --log-interval 10"
+A3C = "a3c_atari.py --checkpoint-interval 100000000 --eval-episodes 1 --log-interval 10 --num-workers"
+DQN = "dqn_per_atari.py --no-cuda --eval-episodes 1 --log-interval 5 --learning-starts 2000 --buffer-size 20000"
+QMIX = "qmix_smac.py --log-interval 1000 --test-interval 10000000 --env-id 3m"
+ATARI_PEER = "--env-id BreakoutNoFrameskip-v4 --threads 2"
 
-A3C = "a3c_atari.py --num-workers {workers} --eval-interval 100000000 --eval-episodes 1 --log-interval 10 "
-A3C += "--total-timesteps {{steps}}"
-DQN = (  # from 2,000 transitions on, as the peers do; a small replay, since only speed counts
-    "dqn_per_atari.py --no-cuda --eval-episodes 1 --log-interval 5 "
-    "--learning-starts 2000 --buffer-size 20000 --total-timesteps {steps}"
-)
-
-# script: (agent steps of a run, of its warm-up, of a whole run, {name: command; the first is the peer of the ratios})
-ROWS = {
-    "ppo_continuous": (
-        102_400,
-        20_480,
-        1_000_000,
-        {
-            "Stable-Baselines3 PPO": "benchmark/peers.py sb3_ppo --steps {steps}",
-            "ppo_continuous.py": "ppo_continuous.py --total-timesteps {steps}",
-            "ppo_continuous.py --compile": "ppo_continuous.py --total-timesteps {steps} --compile",
-        },
-    ),
-    "a2c_atari": (
-        40_000,
-        8_000,
-        1_000_000,
-        {
-            "Stable-Baselines3 A2C": "benchmark/peers.py sb3_a2c --threads 2 --steps {steps}",
-            "a2c_atari.py": "a2c_atari.py --no-cuda --eval-episodes 1 --log-interval 10 --total-timesteps {steps}",
-            "a2c_atari.py --bf16 --compile": "a2c_atari.py --no-cuda --eval-episodes 1 --log-interval 10 "
-            "--bf16 --compile --total-timesteps {steps}",
-        },
-    ),
-    "a3c_atari": (
-        40_000,
-        8_000,
-        1_000_000,
-        {
-            "plain version, 2 workers": "benchmark/peers.py plain_a3c --workers 2 --steps {steps}",
-            "PFRL A3C, 2 workers": "benchmark/peers.py pfrl_a3c --workers 2 --steps {steps}",
-            "a3c_atari.py, 2 workers": A3C.format(workers=2),
-            "a3c_atari.py, 8 workers": A3C.format(workers=8),
-        },
-    ),
-    "dqn_per_atari": (  # the warm-up goes on until Adam's averages of dead units fade below 1e-38, which slows a CPU
-        24_000,
-        6_000,
-        100_000,
-        {
-            "Stable-Baselines3 DQN": "benchmark/peers.py sb3_dqn --threads 2 --steps {steps}",
-            "Tianshou DQN with PER": "benchmark/peers.py tianshou_dqn --threads 2 --steps {steps}",
-            "PFRL DQN with PER": "benchmark/peers.py pfrl_dqn --threads 2 --steps {steps}",
-            "dqn_per_atari.py": DQN,
-            "dqn_per_atari.py --compile": DQN + " --compile",
-            "dqn_per_atari.py --bf16": DQN + " --bf16",
-            "dqn_per_atari.py --bf16 --compile": DQN + " --bf16 --compile",
-        },
-    ),
+JAXMARL = "benchmark/peers.py jaxmarl_qmix --env-id 3m --updates"
+STEPS = {  # of a run; the first quarter is warm-up
+    "ppo_continuous": 102_400,
+    "a2c_atari": 40_000,
+    "a3c_atari": 40_000,
+    "dqn_per_atari": 24_000,  # after a quarter Adam's averages of dead units fade below 1e-38, which slows a CPU
+    "qmix_smac_3m": 60_000,
 }
-for _map in ("3m", "2s3z"):
-    ROWS[f"qmix_smac_{_map}"] = (
-        30_000,
-        6_000,
-        1_000_000,
-        {
-            "QMIX as in PyMARL": f"benchmark/peers.py plain_qmix_{_map} --steps {{steps}}",
-            "qmix_smac.py": f"qmix_smac.py --env-id {_map} --log-interval 1000 --test-interval 10000000 "
-            "--total-timesteps {steps}",
-        },
-    )
-    ROWS[f"qmix_updates_{_map}"] = (  # steps are updates, at the sizes of the real SMAC
-        200,
-        20,
-        2_000,
-        {
-            "update as in PyMARL": f"benchmark/peers.py plain_qmix_updates_{_map} --steps {{steps}}",
-            "update of qmix_smac.py": f"benchmark/peers.py qmix_updates_{_map} --steps {{steps}}",
-        },
-    )
+PROGRAMS = [  # what is compared, name, command; the ratios of a table are to its first program
+    ("ppo_continuous", "Stable-Baselines3 PPO", "benchmark/peers.py sb3_ppo"),
+    ("ppo_continuous", "SBX PPO", "benchmark/peers.py sbx_ppo"),
+    ("ppo_continuous", "ppo_continuous.py", "ppo_continuous.py"),
+    ("ppo_continuous", "ppo_continuous.py --compile", "ppo_continuous.py --compile"),
+    ("a2c_atari", "Stable-Baselines3 A2C", f"benchmark/peers.py sb3_a2c {ATARI_PEER}"),
+    ("a2c_atari", "a2c_atari.py", A2C),
+    ("a2c_atari", "a2c_atari.py --bf16 --compile", f"{A2C} --bf16 --compile"),
+    ("a3c_atari", "PFRL A3C, 2 workers", "benchmark/peers.py pfrl_a3c --workers 2"),
+    ("a3c_atari", "a3c_atari.py, 2 workers", f"{A3C} 2"),
+    ("a3c_atari", "a3c_atari.py, 8 workers", f"{A3C} 8"),
+    ("dqn_per_atari", "Stable-Baselines3 DQN", f"benchmark/peers.py sb3_dqn {ATARI_PEER}"),
+    ("dqn_per_atari", "dqn_per_atari.py", DQN),
+    ("dqn_per_atari", "dqn_per_atari.py --bf16", f"{DQN} --bf16"),
+    # 63: the episodes in 1,024 of the first 30,000 steps of qmix_smac.py, by charts/episodic_length
+    ("qmix_smac_3m", "JaxMARL QMIX, one update per episode", f"{JAXMARL} 63"),
+    ("qmix_smac_3m", "JaxMARL QMIX, its own 8 updates per 1,024 steps", f"{JAXMARL} 8"),
+    ("qmix_smac_3m", "qmix_smac.py", QMIX),
+]
 
 
 def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
@@ -162,8 +111,8 @@ def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
 def read_points(folder: Path) -> list[tuple[int, float]]:
     """How many steps a program had done, and when, in seconds since the epoch."""
     if runs := list((folder / "runs").glob("*")):
-        events = EventAccumulator(str(runs[0]), size_guidance={"scalars": 0}).Reload().Scalars("charts/SPS")
-        return [(event.step, event.wall_time) for event in events]
+        events = read_events(runs[0])
+        return events[events.tag == "charts/SPS"][["step", "seconds"]].values.tolist()
     lines = [line.split() for line in (folder / "stdout").read_text().splitlines() if line.startswith("point")]
     return [(int(step), float(seconds)) for _, step, seconds in lines]
 
@@ -173,71 +122,29 @@ def active(turns: list[tuple[float, float]], clock: float) -> float:
     return sum(min(clock, end) - begin for begin, end in turns if begin < clock)
 
 
-def machine() -> str:
-    """Processor, cores and versions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    packages = ("torch", "gymnasium", "mujoco", "ale-py", "jaxmarl", "stable-baselines3", "tianshou", "pfrl")
-    installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
-    versions = ", ".join(f"{name} {installed[name]}" for name in packages if name in installed)
-    return f"{os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, {versions}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--repeats", type=int, help="rounds, 5 unless told")
-    parser.add_argument(
-        "--programs", nargs="+", help="names, or words of names: only these programs (the first is the peer)"
-    )
-    parser.add_argument("--full", action="store_true", help="whole runs, once each unless --repeats is given")
+    parser.add_argument("--scripts", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--repeats", type=int, default=3, help="rounds")
+    parser.add_argument("--steps", type=int, help="of a run, for a trial; nothing is written to results")
+    parser.add_argument("--jaxmarl", help="a clone of JaxMARL, whose baselines its package leaves out")
     args = parser.parse_args()
-    repeats = (1 if args.full else 5) if args.repeats is None else args.repeats
-    words = args.programs or [""]
-
-    def wanted(name: str) -> bool:
-        return any(name == word if any(word in row[3] for row in ROWS.values()) else word in name for word in words)
-
-    if repeats < 1:
-        parser.error("--repeats must be at least 1")
+    if args.jaxmarl:
+        os.environ["JAXMARL"] = str(Path(args.jaxmarl).resolve())
+    date = datetime.datetime.now().isoformat(sep=" ", timespec="minutes")  # marks the rows of one call
     for script in args.scripts:
-        if not any(map(wanted, ROWS[script][3])):
-            parser.error(
-                f"no program of {script} has one of these words in its name; there are {list(ROWS[script][3])}"
-            )
-    date = datetime.datetime.now().isoformat(sep=" ", timespec="minutes")  # marks the runs of one table
-    commit = git("rev-parse", "--short=10", "HEAD") + ("-changed" if git("status", "--porcelain", "*.py") else "")
-    print(machine(), commit)
-    for script in args.scripts:
-        steps, warmup, whole, commands = ROWS[script]
-        commands = {name: command for name, command in commands.items() if wanted(name)}
-        steps = whole if args.full else steps
-        runs = {name: [] for name in commands}
-        for repeat in range(repeats):
-            measured = measure([command.format(steps=steps) for command in commands.values()], warmup)
-            for name, run in zip(commands, measured):
-                runs[name].append(run)
-                print(f"  {repeat + 1}/{repeats} {name}: {run}", file=sys.stderr, flush=True)
+        steps = args.steps or STEPS[script]
+        programs = {name: command for table, name, command in PROGRAMS if table == script}
+        commands = [f"{command} --total-timesteps {steps}" for command in programs.values()]
+        for repeat in range(args.repeats):
+            for name, run in zip(programs, measure(commands, steps // 4)):
+                print(f"{repeat + 1}/{args.repeats} {name}: {run}", flush=True)
                 row = {"date": date, "script": script, "name": name, "steps": steps, **run}
-                write_header = not RESULTS.exists()
-                RESULTS.parent.mkdir(exist_ok=True)
-                with open(RESULTS, "a", newline="") as file:
-                    writer = csv.DictWriter(file, [*row, "machine", "commit"])
-                    if write_header:
-                        writer.writeheader()
-                    writer.writerow(row | {"machine": machine(), "commit": commit})
-        peer = next(iter(runs.values()))
-        print(f"\n{script}: medians of {repeats} rounds of {steps:,} agent steps, by turns\n")
-        print("| program | steps/s | ratio (min to max) | wall s | wall ratio | peak MB |\n|---|---|---|---|---|---|")
-        for name, mine in runs.items():
-            median = {key: statistics.median(run[key] for run in mine) for key in mine[0]}
-            ratios = [m["steps_per_second"] / p["steps_per_second"] for m, p in zip(mine, peer)]
-            walls = [m["wall_seconds"] / p["wall_seconds"] for m, p in zip(mine, peer)]
-            print(
-                f"| {name} | {median['steps_per_second']:,.0f} | {statistics.median(ratios):.2f} "
-                f"({min(ratios):.2f} to {max(ratios):.2f}) | {median['wall_seconds']:.0f} | "
-                f"{statistics.median(walls):.2f} | {median['peak_mb']:,.0f} |"
-            )
+                found = ", ".join(map(" ".join, versions(f"{PACKAGES} {PEERS}").items()))
+                row |= {"machine": f"{machine()}, {found}", "commit": commit()}
+                if not args.steps:
+                    path = RESULTS / "speed.csv"
+                    pd.concat([read_table(path), pd.DataFrame([row])]).to_csv(path, index=False)
 
 
 if __name__ == "__main__":

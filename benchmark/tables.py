@@ -1,79 +1,27 @@
-"""Tables of scores, speed and hyperparameters as markdown and LaTeX (booktabs), and the results in README.
+"""Tables of scores, speed and hyperparameters: in README.md, in benchmark/README.md and as LaTeX in benchmark/tables.
 
-    python benchmark/tables.py                                    # benchmark/tables/*.md and *.tex, README.md
-    python benchmark/tables.py --check                            # write nothing; status 1 if a file would change
+    python benchmark/tables.py        # after new results
 
-Scores come from results/runs.csv and references.csv, speed from results/speed.csv, hyperparameters from the defaults of
-each script's `Args`, further tables from the results of the other programs here. Of README.md only what stands between
-`<!-- results -->` and `<!-- end of results -->` changes.
+They come from the CSV files in results and from the defaults of each script's `Args`. Of the two README.md only what
+stands between `<!-- name -->` and `<!-- end of name -->` changes.
 """
 
-import argparse
-import ast
 import re
-import shlex
-import statistics
 import sys
-from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from plot import FLAG, bootstrap, iqm, setting
-from run import ROOT, read_csv
-from speed import ROWS
+import pandas as pd
+from common import FRONT, NO_HYPERPARAMETERS, RESULTS, ROOT, arguments, front, read_table
+from plot import bootstrap, iqm
+from speed import STEPS
 
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-NO_HYPERPARAMETERS = """exp_name seed torch_deterministic cuda strict_cuda torch_threads env_threads compile track
-    wandb_project_name wandb_entity capture_video save_model upload_model hf_entity log_interval resume evaluate"""
-SCORES = ["script", "environment", "variant", "steps", "seeds"]
-SCORES += ["training return", "IQM", "evaluation", "published", "source", "wall time", "steps/s (times the peer)"]
-SPEED = ["script", "program", "steps", "rounds", "steps/s", "ratio", "wall s", "peak MB", "machine"]
-AVERAGES = """Training return: the mean of a seed's last 100 training episodes (whole games, unclipped), then the mean
-over seeds, and from five seeds on also their interquartile mean (IQM). Evaluation: the mean over the episodes played
-after training, then over seeds. In brackets: 95 % bootstrap intervals over seeds, which are too narrow where seeds are
-few (of two or three it is their range). Published: as its source states it, with the deviation over seeds; to be
-compared with the training return, but DQN's with the evaluation. It is blank where we found no table of scores for this
-environment (A3C's are of other frames and networks, QMIX's of the real SMAC). Wall time: the mean of whole
-runs, pauses excluded. Steps/s: in the tables of speed below, of the program with the row's flags, and how many times as
-fast as the peer it is; blank where that was not measured."""
-SPEEDS = """Speed: start and warm-up excluded, the programs by turns of four seconds, medians over the rounds. Ratio:
-to the table's first program, of each round, the median (least to most). Wall seconds: of the whole process. Peak: of
-its largest process. Tables that name no commit are of an earlier `speed.py`: one whole run after the other, which a
-shared machine makes less exact, PPO's on one core while the other was busy, and of DQN 8,000 steps, in which few units
-have been dead for long (see above). The "plain version" and "as in PyMARL" are no one's programs: they were written for
-this comparison (`benchmark/peers.py`), A3C's with the script's own network, QMIX's with one environment.
-Stable-Baselines3's DQN is neither double nor dueling nor prioritised."""
-NO_COST = """--total-timesteps --checkpoint-interval --seed --no-cuda --log-std-init --no-bootstrap-truncation
-    --bootstrap-timeouts --middle-fraction --end-fraction --target-interval"""  # flags with which a step takes as long
-
-
-OTHERS = {  # further tables of README, of results/<name>.csv: by which program, and what they are
-    "tricks": (
-        "tricks.py",
-        "What the tricks of the scripts gain (the last one nothing), in microseconds on one thread",
-    ),
-    "replay": ("replay.py", "Milliseconds that prioritised replay takes on one thread, beside cpprb (C++)"),
-    "replay_share": ("replay.py", "Percent of the time of training that a full replay takes"),
-    "replay_checkpoint": ("replay.py", "A full replay in a checkpoint"),
-    "frozen_or_fresh": (
-        "frozen_or_fresh.py RUNS_FOLDER",
-        "What trained policies return with the statistics that were saved (frozen), and with new ones; made before "
-        "Humanoid and the later runs on Hopper and Walker2d",
-    ),
-    "memory": (
-        "memory.py --minutes 6 -- a3c_atari.py --num-workers 2 --checkpoint-interval 10000 --eval-interval 10000 "
-        "--eval-episodes 4 --max-episode-length 500",
-        "Memory of every process of a run over time, with an evaluation and a checkpoint every 10,000 steps",
-    ),
-}
-
-
-WHAT = {  # rows of speed.py that are not the script of this name in agent steps: what they are, and the unit
-    "qmix_smac_3m": ("`qmix_smac.py` on 3m", "environment steps"),
-    "qmix_smac_2s3z": ("`qmix_smac.py` on 2s3z", "environment steps"),
-    "qmix_updates_3m": ("Updates of `qmix_smac.py` at the sizes that 3m has in SMAC", "updates"),
-    "qmix_updates_2s3z": ("Updates of `qmix_smac.py` at the sizes that 2s3z has in SMAC", "updates"),
+PAPERS = {
+    "ppo_continuous": "PPO, [Schulman et al. 2017](https://arxiv.org/abs/1707.06347)",
+    "a2c_atari": "A2C, [Mnih et al. 2016](https://arxiv.org/abs/1602.01783)",
+    "a3c_atari": "A3C with LSTM, [Mnih et al. 2016](https://arxiv.org/abs/1602.01783)",
+    "dqn_per_atari": "double dueling DQN with prioritised replay, [Schaul et al. 2016](https://arxiv.org/abs/1511.05952)",
+    "qmix_smac": "QMIX (also VDN, IQL), [Rashid et al. 2018](https://arxiv.org/abs/1803.11485)",
 }
 
 
@@ -83,9 +31,11 @@ def number(value: float, scale: float | None = None) -> str:
     return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2}f}"
 
 
-def interval(values: list[float], statistic=np.mean) -> str:
-    """The statistic over seeds, and its bootstrap interval if there are several."""
-    values = np.array(values)
+def interval(column: pd.Series, statistic=np.mean) -> str:
+    """The statistic over seeds, and its bootstrap interval if there are several. Empty where nothing was written."""
+    values = column[column != ""].astype(float).to_numpy()
+    if not len(values):
+        return ""
     middle = float(statistic(values, axis=0))
     if len(values) == 1:
         return number(middle)
@@ -93,288 +43,224 @@ def interval(values: list[float], statistic=np.mean) -> str:
     return f"{number(middle)} [{number(low, middle)}, {number(high, middle)}]"
 
 
-def duration(seconds: float) -> str:
-    """Minutes, or hours where it takes them."""
-    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+def published(script: str, env_id: str, references: pd.DataFrame) -> tuple[str, str]:
+    """The score of a paper or a well-known program, and where it stands."""
+    rows = references[(references.script == script) & (references.env_id == env_id)]
+    scores, sources = [], []
+    for row in rows.to_dict("records"):
+        score = float(row["score"])
+        scores.append(number(score) + (f" ± {number(float(row['spread']), score)}" if row["spread"] else ""))
+        sources.append(f"{row['source']}, {int(row['steps']) / 1e6:g}M steps")
+    return "; ".join(scores), "; ".join(sources)
 
 
-def steps_text(steps: int) -> str:
-    """1M, 1.5M, 300k."""
-    return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps / 1e3:g}k"
-
-
-def by(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
-    """The rows grouped by the values of some columns, in order."""
-    groups = defaultdict(list)
-    for row in rows:
-        groups[tuple(row[name] for name in names)].append(row)
-    return dict(sorted(groups.items()))
-
-
-def speed_of(script: str, env_id: str, variant: str, speed: list[list[list[str]]]) -> str:
-    """What the tables of speed say of a row of scores: steps per second, and the ratio to the peer."""
-    best, cell, path = 0, "", ROOT / f"{script}.py"
-    default = re.search(r'^    env_id: str = "(.*)"', path.read_text() if path.exists() else "", re.M)
-    elsewhere = default and default[1] != env_id and f", on {default[1]}"  # but for QMIX, whose maps have tables
-    flags = {flag for flag in FLAG.findall(setting(script, variant)) if flag.split()[0] not in NO_COST.split()}
-    threads = {flag for flag in flags if flag.split()[0] in ("--torch-threads", "--env-threads")}
-    for peer, *programs in speed:
-        for row in programs if peer[0] in (script, f"{script}_{env_id}") else ():
-            name = re.sub(r", (\d+) workers", r" --num-workers \1", row[1])
-            if name.startswith(f"{script}.py") and set(FLAG.findall(name)) == flags - threads:
-                if int(row[3]) > best:  # of two tables the one with more rounds
-                    best, cell = int(row[3]), f"{row[4]} ({row[5].split()[0]} times {peer[1]}"
-                    cell += elsewhere if elsewhere and peer[0] == script else ""
-    return cell and cell + (", with 2 torch threads)" if threads else ")")
-
-
-def score_rows(runs: list[dict], references: list[dict], speed: list[list[list[str]]]) -> list[list[str]]:
-    """The table of scores: a row for each script, environment and variant."""
+def score_table(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
+    """A row for each script, environment and variant."""
     table = []
-    for (script, env_id, variant), rows in by(runs, "script", "env_id", "variant").items():
-        names = ("eval_return", "eval_battle_won_rate", "tests_battle_won_rate")
-        column = {name: [float(row[name]) for row in rows if row.get(name)] for name in names}
-        returns = [float(row["training_return"]) for row in rows if row["training_return"]]
-        evaluation = interval(column["eval_return"]) if column["eval_return"] else ""
-        if column["eval_battle_won_rate"]:
-            evaluation += f"; battles won {interval(column['eval_battle_won_rate'])}"
-        if column["tests_battle_won_rate"]:
-            evaluation += f", and {interval(column['tests_battle_won_rate'])} in the tests of the last fifth of the run"
-        published = [row for row in references if (row["script"], row["env_id"]) == (script, env_id)]
-        scores = [
-            number(float(row["score"]))
-            + (f" ± {number(float(row['spread']), float(row['score']))}" if row["spread"] else "")
-            for row in published
-        ]
-        steps = sorted({int(row["total_steps"]) for row in rows})
+    for (script, env_id, variant), rows in runs.groupby(["script", "env_id", "variant"]):
+        steps = sorted(rows.total_steps.astype(int))
+        score, source = published(script, env_id, references)
         table.append(
-            [
-                f"{script}.py",
-                env_id,
-                variant,
-                " to ".join(f"{step:,}" for step in dict.fromkeys([steps[0], steps[-1]])),
-                str(len(rows)),
-                interval(returns) if returns else "",
-                interval(returns, iqm) if len(returns) >= 5 else "",
-                evaluation,
-                "; ".join(scores),
-                "; ".join(f"{row['source']}, {steps_text(int(row['steps']))} steps" for row in published),
-                duration(statistics.mean(float(row["wall_seconds"]) for row in rows)),
-                speed_of(script, env_id, variant, speed),
-            ]
-        )
-    return table
-
-
-def speed_tables(measured: list[dict]) -> list[list[list[str]]]:
-    """Tables of speed: for each script, number of steps and processor the newest set of interleaved runs.
-
-    A set are the rows of one call of speed.py. Its rounds begin with the peer; one that was broken off is left out.
-    An older set is shown too where it has a program that no newer one has; of the earlier speed.py, which wrote no
-    commit, only where no other set of any machine has that program.
-    """
-    by_turns = by([row for row in measured if row.get("commit")], "script", "steps")
-    measured = [row | {"processor": row["machine"].split(", Python")[0]} for row in measured]
-    sets = []
-    for same in by(measured, "script", "steps", "processor").values():
-        shown = set()
-        replaced = {row["name"] for row in by_turns.get((same[0]["script"], same[0]["steps"]), [])}
-        for rows in reversed(by(same, "date", "machine").values()):
-            shown |= set() if rows[0].get("commit") else replaced
-            names = list(dict.fromkeys(row["name"] for row in rows))
-            rounds = [rows[i : i + len(names)] for i, row in enumerate(rows) if row["name"] == names[0]]
-            rounds = [each for each in rounds if [row["name"] for row in each] == names]
-            if rounds and not shown.issuperset(names):
-                shown.update(names)
-                sets.append((names, rounds))
-    tables = []
-    for names, rounds in sets:
-        tables.append([])
-        script, steps, machine = (rounds[0][0][key] for key in ("script", "steps", "machine"))
-        if commit := rounds[0][0].get("commit"):
-            machine += f", commit {commit}"
-        for i, name in enumerate(names):
-            column = {
-                key: [float(each[i][key]) for each in rounds] for key in ("steps_per_second", "wall_seconds", "peak_mb")
+            {
+                "script": script,
+                "environment": env_id,
+                "flags": f"`{variant}`" if variant else "",
+                "steps": " to ".join(dict.fromkeys([f"{steps[0]:,}", f"{steps[-1]:,}"])),
+                "seeds": str(len(rows)),
+                "training return": interval(rows.training_return),
+                "IQM": interval(rows.training_return, iqm) if len(rows) >= 5 else "",
+                "evaluation": interval(rows.eval_return),
+                "battles won": interval(rows.eval_battle_won_rate),
+                "in the last fifth": interval(rows.tests_battle_won_rate),
+                "published": score,
+                "source": source,
+                "hours": f"{rows.wall_seconds.astype(float).mean() / 3600:.2f}",
             }
-            ratios = [float(each[i]["steps_per_second"]) / float(each[0]["steps_per_second"]) for each in rounds]
-            speed, wall, peak = (f"{statistics.median(values):,.0f}" for values in column.values())
-            ratio = f"{statistics.median(ratios):.2f}"
-            if i and len(rounds) > 1:
-                ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
-            tables[-1].append([script, name, f"{int(steps):,}", str(len(rounds)), speed, ratio, wall, peak, machine])
-    return tables
+        )
+    return pd.DataFrame(table)
 
 
-def speed_command(table: list[list[str]]) -> str:
-    """The command that measured a table."""
-    script, _, steps, rounds, *_ = table[0]
-    command = f"python benchmark/speed.py --scripts {script} --repeats {rounds}"
-    if script in ROWS:
-        _, _, whole, commands = ROWS[script]
-        command += " --full" if steps == f"{whole:,}" else ""
-        names = [row[1] for row in table]
-        command += "" if names == list(commands) else f" --programs {shlex.join(names)}"
-    return command
-
-
-def hyperparameter_rows(script: Path) -> list[list[str]]:
-    """The flags of a script that belong to the experiment, their defaults as written, and their help."""
-    text = script.read_text()
-    lines = text.splitlines()
-    body = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Args").body
+def front_scores(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
+    """README's table of scores: a row for each script."""
     table = []
-    for assignment, meaning in pairwise(body):
-        if isinstance(assignment, ast.AnnAssign) and assignment.target.id not in NO_HYPERPARAMETERS.split():
-            value = assignment.value
-            default = lines[value.lineno - 1][value.col_offset : value.end_col_offset]
-            if re.fullmatch(r"\d[\d_]*", default):
-                default = f"{int(default):,}"
-            default = {"True": "yes", "False": "no", "None": "none"}.get(default, default.strip('"'))
+    for script, rows in front(runs).items():
+        (row,) = score_table(rows, references).to_dict("records")
+        score = f"{row['battles won']} of battles won" if row["battles won"] else row["training return"]
+        table.append(
+            {
+                "script": f"[`{script}.py`]({script}.py) ([page](docs/{script}.md))",
+                "algorithm, paper": PAPERS[script],
+                **{name: row[name] for name in ("environment", "steps", "seeds")},
+                "score": row["evaluation"] if script == "dqn_per_atari" else score,  # as what is published
+                "published": f"{row['published']} ({row['source']})" if row["source"] else "",
+            }
+        )
+    return pd.DataFrame(table)
+
+
+def newest_rounds(measured: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The newest call of speed.py for each of its tables, without a round that was broken off: {name: rows}."""
+    found = {}
+    for name, rows in measured[measured.script.isin(STEPS)].groupby("script", sort=False):
+        last = rows[rows.date == rows.date.iloc[-1]]
+        last = last.assign(round=last.groupby("name").cumcount())
+        whole = last.groupby("round").name.transform("count") == last.name.nunique()
+        if whole.any():
+            found[name] = last[whole]
+    return found
+
+
+def spread(ratios: pd.Series) -> str:
+    """The median, and the least and the most of several."""
+    return f"{ratios.median():.2f}" + (f" ({ratios.min():.2f} to {ratios.max():.2f})" if len(ratios) > 1 else "")
+
+
+def speed_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each program of one call: medians over the rounds, and the ratio to the first program."""
+    speeds = rows.pivot(index="round", columns="name", values="steps_per_second").astype(float)
+    table = []
+    for name in dict.fromkeys(rows.name):
+        mine = rows[rows.name == name]
+        table.append(
+            {
+                "program": name,
+                "steps": f"{int(mine.steps.iloc[0]):,}",
+                "rounds": str(len(mine)),
+                "steps/s": f"{speeds[name].median():,.0f}",
+                "ratio": spread(speeds[name] / speeds[rows.name.iloc[0]]),
+                "wall s": f"{mine.wall_seconds.astype(float).median():,.0f}",
+                "peak MB": f"{mine.peak_mb.astype(float).median():,.0f}",
+            }
+        )
+    return pd.DataFrame(table)
+
+
+def front_speed(measured: pd.DataFrame) -> pd.DataFrame:
+    """README's table of speed: for each script our program, our fastest variant, and the fastest peer.
+
+    A peer that runs at its own hyperparameters has "own" in its name, and a row of its own.
+    """
+    table, found = [], newest_rounds(measured)
+    for script, env_id in FRONT.items():
+        if (name := script if script in found else f"{script}_{env_id}") not in found:
+            continue
+        rows = found[name]
+        speeds = rows.pivot(index="round", columns="name", values="steps_per_second").astype(float)
+        names = list(speeds.median().sort_values().index)  # the fastest last
+        ours = [each for each in names if each.startswith(f"{script}.py")]
+        mine = dict.fromkeys([next(each for each in rows.name if each in ours), ours[-1]])  # the default first
+        own = [each for each in names if "own" in each.split()]
+        for peer in [each for each in names if each not in ours + own][-1:] + own:
             table.append(
-                ["--" + assignment.target.id.replace("_", "-"), default, " ".join(meaning.value.value.split())]
+                {
+                    "program": "; ".join(f"`{each}`" for each in mine),
+                    "steps/s": "; ".join(f"{speeds[each].median():,.0f}" for each in mine),
+                    "fastest peer": f"{peer}: {speeds[peer].median():,.0f}",
+                    "times as fast": "; ".join(spread(speeds[each] / speeds[peer]) for each in mine),
+                    "when, on what": f"{rows.date.iloc[0].split()[0]}, {rows.machine.iloc[0].split(', ')[0]}",
+                }
             )
-    return table
+    return pd.DataFrame(table)
 
 
-def markdown(header: list[str], table: list[list[str]]) -> str:
-    """A table in markdown. Flags are set as code."""
-    rows = [[f"`{cell}`" if re.match(r"--\w", cell) else cell.replace("|", r"\|") for cell in row] for row in table]
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def hyperparameter_table(script: str) -> pd.DataFrame:
+    """The flags of a script that belong to the experiment, their defaults as written, and their help."""
+    rows = []
+    for flag, (default, meaning) in arguments(script).items():
+        if flag[2:].replace("-", "_") not in NO_HYPERPARAMETERS:
+            default = f"{int(default):,}" if re.fullmatch(r"\d[\d_]*", default) else default.strip('"')
+            default = {"True": "yes", "False": "no", "None": "none"}.get(default, default)
+            rows.append({"argument": flag, "default": default, "meaning": meaning})
+    return pd.DataFrame(rows)
 
 
-def latex(header: list[str], table: list[list[str]], columns: str) -> str:
+def markdown(table: pd.DataFrame) -> str:
+    """A table in markdown."""
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
+    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+
+
+def latex(table: pd.DataFrame) -> str:
     """A table in LaTeX: a tabular with booktabs' rules, to be put into a table environment of one's own."""
-
-    def escape(cell: str) -> str:
-        words = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-        cell = re.sub(r"[\\&%$#_{}~^]", lambda match: words.get(match[0], f"\\{match[0]}"), cell)
-        cell = re.sub(r"(?<![\w.-])(\d[\d.]*)e(-?\d+)\b", r"$\1 \\times 10^{\2}$", cell)
-        cell = re.sub(r"(?<![\w$^{-])-(?=[\d.])", "$-$", cell)
-        return cell.replace("±", r"$\pm$").replace("--", "-{}-").replace("`", "")
-
-    first, *others = (" & ".join(map(escape, row)) + " \\\\" for row in [header, *table])
-    begin = ["% needs \\usepackage{booktabs}", f"\\begin{{tabular}}{{{columns}}}", "\\toprule", first, "\\midrule"]
-    return "\n".join([*begin, *others, "\\bottomrule", "\\end{tabular}", ""])
+    columns = "".join(r"p{0.6\linewidth}" if name == "meaning" else "l" for name in table)
+    text = table.map(lambda cell: cell.replace("`", "")).to_latex(index=False, escape=True, column_format=columns)
+    text = re.sub(r"(?<![\w.-])(\d[\d.]*)e(-?\d+)\b", r"$\1 \\times 10^{\2}$", text)
+    text = re.sub(r"(?<![\w${-])-(?=[\d.])", "$-$", text).replace("±", r"$\pm$").replace("--", "-{}-")
+    return "% needs \\usepackage{booktabs}\n" + text
 
 
-def provenance(runs: list[dict]) -> str:
-    """For each script what it ran on, and the commands that repeat it."""
+def provenance(runs: pd.DataFrame) -> str:
+    """What the runs of each script were made on."""
     text = ""
-    for (script,), rows in by(runs, "script").items():
-        places = []
-        for (machine, versions, jobs), group in by(rows, "machine", "versions", "jobs").items():
-            commits = sorted({commit for row in group for commit in row["commit"].split("; ")})
-            places.append(f"{machine}, {versions}, {jobs} at once (commit {', '.join(commits)})")
-        text += f"`{script}.py` ran on: {'; and '.join(places)}. Again:\n\n```bash\n"
-        commands = defaultdict(list)  # environments of the same variant and seeds go into one command
-        for (variant, env_id), group in by(rows, "variant", "env_id").items():
-            seeds = " ".join(str(seed) for seed in sorted(int(row["seed"]) for row in group))
-            commands[variant, seeds].append(env_id)
-        for (variant, seeds), env_ids in commands.items():
-            flags = f" -- {variant}" if variant else ""
-            text += f"python benchmark/run.py --scripts {script} --env-ids {' '.join(env_ids)} --seeds {seeds}{flags}\n"
-        text += "```\n\n"
+    for (script, machine, versions), rows in runs.groupby(["script", "machine", "versions"]):
+        commits = sorted({commit for each in rows.commit for commit in each.split("; ")})
+        text += f"* `{script}`: {machine}, {versions} (commit {', '.join(commits)})\n"
     return text
 
 
-def other_table(rows: list[dict]) -> str:
-    """Measured rows as they are, without the columns that are everywhere the same, which are said below."""
-    if len(rows) == 1:
-        return markdown(list(rows[0]), [list(rows[0].values())])
-    same = [name for name in rows[0] if len({row[name] for row in rows}) == 1]
-    columns = [name for name in rows[0] if name not in same]
-    table = markdown([name.replace("_", " ") for name in columns], [[row[name] for name in columns] for row in rows])
-    notes = [f"{name.replace('_', ' ')}: {rows[0][name]}" for name in same if rows[0][name]]
-    return table + ("\n" + "; ".join(notes) + ".\n" if notes else "")
-
-
-def results_section(
-    runs: list[dict],
-    scores: list[list[str]],
-    speed: list[list[list[str]]],
-    figures: list[Path],
-    others: dict[str, list[dict]],
-) -> str:
-    """What README says between its two markers."""
-    text = "\n"
-    if scores:
-        text += f"{markdown(SCORES, scores)}\n{AVERAGES}\n"
-        text += "Raw data: [benchmark/results](benchmark/results). In LaTeX, with all hyperparameters:\n"
-        text += f"[benchmark/tables](benchmark/tables).\n\n{provenance(runs)}"
-        if figures:
-            text += (
-                "In the figures runs that differ only in length, and so in schedules, have one colour; a dot is where\n"
-            )
-            text += "each ends.\n\n"
-    for figure in figures:
-        stem = f"benchmark/figures/{figure.stem}"
-        text += f"![Learning curves of {figure.stem}.py]({stem}.png)\n\n"
-        text += f"Learning curves of `{figure.stem}.py` ([PDF]({stem}.pdf), [SVG]({stem}.svg)), drawn by\n"
-        text += f"`python benchmark/plot.py --scripts {figure.stem}`.\n\n"
-    text += f"{SPEEDS}\n\n" if speed else ""
-    for table in speed:
-        title, unit = WHAT.get(table[0][0], (f"`{table[0][0]}.py`", "agent steps"))
-        text += f"{title}, steps are {unit} ({table[0][-1]}):\n\n```bash\n{speed_command(table)}\n```\n\n"
-        text += f"{markdown(SPEED[1:-1], [row[1:-1] for row in table])}\n"
-    for name, rows in others.items():
-        program, what = OTHERS[name]
-        text += f"{what} (`python benchmark/{program}`):\n\n{other_table(rows)}\n"
+def speed_section(measured: pd.DataFrame) -> str:
+    """The newest table of each call of speed.py, with its command."""
+    text = ""
+    for name, rows in newest_rounds(measured).items():
+        table = speed_table(rows)
+        text += f"`{name}` ({rows.machine.iloc[0]}, commit {rows.commit.iloc[0] or 'not noted'}):\n\n"
+        command = f"python benchmark/speed.py --scripts {name} --repeats {table.rounds[0]}"
+        text += f"```bash\n{command}\n```\n\n{markdown(table)}\n"
     return text
 
 
-def replace_section(readme: str, section: str) -> str:
-    """README with another results section; the second marker is added where it is missing."""
-    if readme.count(BEGIN) != 1:
-        sys.exit(f"error: the line {BEGIN} must be in README once")
-    before, after = readme.split(BEGIN)
-    after = after.split(END, 1)[1] if END in after else after
-    return f"{before}{BEGIN}\n{section.rstrip()}{chr(10) * 2 if section.strip() else ''}{END}{after}"
+def frozen_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Means over seeds."""
+    table = rows.astype({"frozen": float, "fresh": float}).groupby(["env_id", "variant"])
+    table = table.agg(seeds=("seed", "count"), frozen=("frozen", "mean"), fresh=("fresh", "mean")).reset_index()
+    return table.map(lambda cell: number(cell) if isinstance(cell, float) else str(cell))
 
 
-def main(argv: list[str]) -> int:
-    """Write what has changed. Returns the exit status."""
-    benchmark = ROOT / "benchmark"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a file would change")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--results-folder", type=Path, default=benchmark / "results")
-    parser.add_argument("--figures-folder", type=Path, default=benchmark / "figures")
-    parser.add_argument("--tables-folder", type=Path, default=benchmark / "tables")
-    args = parser.parse_args(argv)
-    if not args.readme.is_file() or not args.results_folder.is_dir():
-        parser.error(f"{args.readme} must be a file and {args.results_folder} a folder")
-    if args.tables_folder.exists() and not args.tables_folder.is_dir():
-        parser.error(f"{args.tables_folder} is no folder")
+def replace_section(text: str, name: str, section: str) -> str:
+    """The text with another section between its two markers."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        sys.exit(f"error: the lines {begin} and {end} must be there once")
+    return f"{text.split(begin)[0]}{begin}\n\n{section.strip()}\n\n{end}{text.split(end)[1]}"
 
-    runs = read_csv(args.results_folder / "runs.csv")
-    speed = speed_tables(read_csv(args.results_folder / "speed.csv"))
-    scores = score_rows(runs, read_csv(benchmark / "references.csv"), speed)
-    tables = {
-        "scores": (SCORES, scores, "lllrrrrrrlrl"),
-        "speed": (SPEED, [row for table in speed for row in table], "llrrrrrrl"),
+
+def generate(results: Path) -> dict[Path, str]:
+    """All files as they should be: {path: text}."""
+    runs, measured = read_table(results / "runs.csv"), read_table(results / "speed.csv")
+    references, frozen = read_table(results / "references.csv"), read_table(results / "frozen_or_fresh.csv")
+    scores = score_table(runs, references)
+    figures = "\n\n".join(f"![Learning curves of {name}](figures/{name}.png)" for name in sorted(set(runs.script)))
+    sections = {
+        ROOT / "README.md": {
+            "scores": markdown(front_scores(runs, references)),
+            "speed": markdown(front_speed(measured)),
+        },
+        ROOT / "benchmark" / "README.md": {
+            "scores": markdown(scores),
+            "provenance": provenance(runs),
+            "figures": figures,
+            "speed": speed_section(measured),
+            "frozen": markdown(frozen_table(frozen)),
+            "kill_test": f"```\n{(results / 'kill_test.txt').read_text()}```",
+            "slurm_test": f"```\n{(results / 'slurm_test.txt').read_text()}```",
+        },
     }
-    for script in sorted(ROOT.glob("*.py")):
-        header = ["argument", "default", "meaning"]
-        tables[f"hyperparameters_{script.stem}"] = (header, hyperparameter_rows(script), r"llp{0.6\linewidth}")
     files = {}
-    for name, (header, table, columns) in tables.items():
-        files[args.tables_folder / f"{name}.md"] = markdown(header, table)
-        files[args.tables_folder / f"{name}.tex"] = latex(header, table, columns)
-    others = {name: read_csv(args.results_folder / f"{name}.csv") for name in OTHERS}
-    others = {name: rows for name, rows in others.items() if rows}
-    section = results_section(runs, scores, speed, sorted(args.figures_folder.glob("*.png")), others)
-    files[args.readme] = replace_section(args.readme.read_text(), section)
+    for path, texts in sections.items():
+        files[path] = path.read_text()
+        for name, section in texts.items():
+            files[path] = replace_section(files[path], name, section)
+    tables = {"scores": scores} | {f"hyperparameters_{script}": hyperparameter_table(script) for script in FRONT}
+    return files | {ROOT / "benchmark" / "tables" / f"{name}.tex": latex(table) for name, table in tables.items()}
 
-    stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-    for path in stale:
-        print(f"{'would change' if args.check else 'written'}: {path}")
-        if not args.check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(files[path])
-    return int(args.check and bool(stale))
+
+def main() -> None:
+    """Write what has changed."""
+    for path, text in generate(RESULTS).items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"written: {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -1,7 +1,7 @@
 """The mathematics of a2c_atari.py, on real games: against definitions, autograd and torch.optim, and a plain emulator.
 
-A `Tape` is all that happened in a short real run: what the games were told and said, the arguments of the advantages,
-the batch of each update and the parameters after it. What should have happened is worked out from the games alone.
+A `Tape` is all that happened in a short real run: what the emulator was told and said, the arguments of the advantages,
+the batch of each update and the parameters after it. What should have happened is worked out from the emulator alone.
 """
 
 import functools
@@ -18,7 +18,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from ale_py import ALEInterface, roms
-from conftest import scalars
 from torch.distributions import Categorical
 
 import a2c_atari as a2c
@@ -44,72 +43,116 @@ def make_args(**options):
 
 
 def limit_games(monkeypatch, frames):
-    """Truncate games after so many frames."""
+    """Truncate episodes after so many frames."""
     make = a2c.AtariVectorEnv
     monkeypatch.setattr(a2c, "AtariVectorEnv", lambda **kw: make(**kw | {"max_num_frames_per_episode": frames}))
+
+
+class Emulator(a2c.AtariVectorEnv):
+    """The vectorised emulator, which writes down what it is told and says."""
+
+    made = None  # a list in tests that read it
+    frames = 108_000
+
+    def __init__(self, **settings):
+        super().__init__(**settings | {"max_num_frames_per_episode": self.frames})
+        self.colour, self.resets, self.steps = not settings["grayscale"], [], []
+        self.made.append(self)
+
+    def reset(self, *, seed):
+        obs, info = super().reset(seed=seed)
+        self.resets.append((len(self.steps), seed.tolist(), obs.copy()))
+        self.frame = info["episode_frame_number"].copy()
+        return obs, info
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, info = super().step(actions)
+        over, self.frame = info["episode_frame_number"] < self.frame, info["episode_frame_number"].copy()
+        final = np.where(over[:, None, None, None], info["final_obs"], obs) if over.any() else obs
+        said = obs, rewards, terminations, truncations, over, final, info["lives"]
+        self.steps.append([np.copy(each) for each in (actions, *said)])
+        return obs, rewards, terminations, truncations, info
+
+
+@pytest.fixture
+def emulators(monkeypatch):
+    """All emulators that a test makes."""
+    monkeypatch.setattr(Emulator, "made", [])
+    monkeypatch.setattr(a2c, "AtariVectorEnv", Emulator)
+    return Emulator.made
+
+
+def log_into(patch, logged):
+    def log(run, step, scalars):
+        logged.append((step, {tag: torch.as_tensor(value).item() for tag, value in scalars.items()}))
+
+    patch.setattr(a2c.Run, "log", log)
+
+
+def points(logged, tag):
+    return [(step, scalars[tag]) for step, scalars in logged if tag in scalars]
 
 
 class Tape:
     """A run of a2c.train without its evaluation. What is (S, N) has a row for each of the run's steps in N games."""
 
     def __init__(self, folder, frames=108_000, **options):
-        self.args, self.folder = make_args(**options), folder
-        self.resets, self.sampled, self.chosen, self.actions, self.steps = [], [], [], [], []
+        self.args, self.logged = make_args(**options), []
+        self.sampled, self.chosen, self.steps = [], [], []
         self.gae, self.updates, self.batches, self.values = [], [], [], [{}]
         with pytest.MonkeyPatch.context() as patch:
-            limit_games(patch, frames)
+            patch.setattr(Emulator, "made", [])
+            patch.setattr(Emulator, "frames", frames)
+            log_into(patch, self.logged)
             self.record(patch)
             a2c.train(self.args, folder, None)
-        self.sampled, self.chosen, self.actions = map(np.array, (self.sampled, self.chosen, self.actions))
-        pixels, *rest, self.final_pixels, _ = zip(*self.steps)
-        self.before, self.after = np.array(self.before), np.array(pixels)  # (S, N, 4, 84, 84): what a step led from, to
-        self.rewards, self.terminations, self.truncations, self.over = map(np.array, rest)
+            (emulator,) = Emulator.made
+        self.resets = emulator.resets
+        self.sampled, self.chosen = np.array(self.sampled), np.array(self.chosen)
+        said = map(np.array, zip(*emulator.steps))
+        self.actions, self.after, self.rewards, self.terminations, self.truncations, self.over, self.final, _ = said
+        self.before = np.roll(self.after, 1, axis=0)  # (S, N, 4, 84, 84): what a step led from
+        for row, _, obs in self.resets:
+            self.before[row] = obs
 
     def record(self, patch):
-        tape, self.before = self, []
+        tape = self
 
-        class Games(a2c.Games):
-            def reset(self, seeds):
-                tape.now = super().reset(seeds)
-                tape.resets.append((len(tape.steps), seeds))
-                return tape.now
-
-            def press_fire(self, actions):
-                tape.sampled.append(actions.copy())
-                tape.chosen.append(super().press_fire(actions))
-                return tape.chosen[-1].copy()
-
+        class AtariEnvs(a2c.AtariEnvs):
             def step(self, actions):
-                tape.before.append(tape.now)
-                tape.actions.append(actions.copy())
-                tape.steps.append(super().step(actions))
-                tape.now = tape.steps[-1][0]
-                return tape.steps[-1]
+                tape.sampled.append(actions.copy())
+                tape.chosen.append(~self.fire)
+                tape.steps.append((*map(np.copy, super().step(actions)), self.finished))
+                return (*map(np.copy, tape.steps[-1][:5]),)
 
         class Agent(a2c.Agent):
-            def forward(self, pixels):
-                logits, values = super().forward(pixels)
+            def forward(self, obs):
+                logits, values = super().forward(obs)
                 if torch.is_grad_enabled():
-                    tape.batches.append(pixels.cpu().numpy())
+                    tape.batches.append(obs.cpu().numpy())
                     tape.values.append({})
                 else:  # with the parameters of an update: {observation: its value}
-                    tape.values[-1] |= {row.tobytes(): v.item() for row, v in zip(pixels.cpu().numpy(), values)}
+                    tape.values[-1] |= {row.tobytes(): v.item() for row, v in zip(obs.cpu().numpy(), values)}
                 return logits, values
+
+        class RMSprop(a2c.RMSprop):
+            def step(self):
+                parameters = self.param_groups[0]["params"]
+                grad = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
+                super().step()
+                if len(tape.updates) < 9:  # they are large
+                    tape.updates.append((grad, nn.utils.parameters_to_vector(parameters).detach().cpu()))
 
         def compute_gae(*inputs, compute_gae=a2c.compute_gae):
             advantages = compute_gae(*inputs)
             tape.gae.append((*(np.copy(x) for x in inputs), advantages))
             return advantages
 
-        def rmsprop_step(theta, grad, square_avg, learning_rate, args, step=a2c.rmsprop_step):
-            step(theta, grad, square_avg, learning_rate, args)
-            if len(tape.updates) < 9:  # they are large
-                tape.updates.append((grad.clone().cpu(), theta.clone().cpu()))
-
         for name, value in locals().items():
             if hasattr(a2c, name):
                 patch.setattr(a2c, name, value)
-        patch.setattr(a2c, "evaluate", lambda *_: [0.0])
+        patch.setattr(a2c, "AtariVectorEnv", Emulator)
+        patch.setattr(a2c, "evaluate", lambda *_: {"episodic_return": [0.0]})
 
     def rows(self, k):
         """The steps of update k."""
@@ -151,13 +194,13 @@ def test_returns_are_the_papers(tape):
         np.testing.assert_array_equal(ends, tape.terminations[rows] & (tape.over[rows] | args.episodic_life))
         np.testing.assert_array_equal(truncations, tape.truncations[rows])
         assert (gamma, gae_lambda) == (args.gamma, args.gae_lambda)
-        expected = [[V[pixels.tobytes()] for pixels in row] for row in tape.before[rows]]
+        expected = [[V[obs.tobytes()] for obs in row] for row in tape.before[rows]]
         np.testing.assert_allclose(values, expected, atol=1e-5)
-        next_pixels = tape.after[rows].copy()
+        successors = tape.after[rows].copy()
         for t, n in np.argwhere(truncations):
-            next_pixels[t, n] = tape.final_pixels[rows][t][n]
-            cut_off += abs(V[tape.after[rows][t, n].tobytes()] - V[next_pixels[t, n].tobytes()]) > 1e-3
-        expected = [[V[pixels.tobytes()] for pixels in row] for row in next_pixels]
+            successors[t, n] = tape.final[rows][t, n]
+            cut_off += abs(V[tape.after[rows][t, n].tobytes()] - V[successors[t, n].tobytes()]) > 1e-3
+        expected = [[V[obs.tobytes()] for obs in row] for row in successors]
         np.testing.assert_allclose(next_values, expected, atol=1e-5)
         returns = lambda_returns(rewards, ends, truncations, np.array(expected), gamma, gae_lambda)
         np.testing.assert_allclose(advantages + values, returns, atol=1e-5)
@@ -165,54 +208,55 @@ def test_returns_are_the_papers(tape):
 
 
 def test_rewards_are_clipped_for_learning_and_whole_scores_are_logged(tape):
-    scores, lengths = [], []
-    score, length = np.zeros(tape.args.num_envs), np.zeros(tape.args.num_envs)
-    resets = [row for row, _ in tape.resets]
+    score, length = np.zeros(tape.args.num_envs), np.zeros(tape.args.num_envs, int)
+    resets, episodes = [row for row, *_ in tape.resets], []
     for row, (rewards, over) in enumerate(zip(tape.rewards, tape.over)):
         if row in resets:
             score[:] = length[:] = 0
         score, length = score + rewards, length + 1
-        steps = (row + 1) * tape.args.num_envs
-        scores += [(steps, value) for value in score[over]]
-        lengths += [(steps, value) for value in length[over]]
+        _, _, clipped, _, _, finished = tape.steps[row]
+        np.testing.assert_array_equal(clipped, np.sign(rewards))
+        assert finished == [(n, score[n], length[n]) for n in np.flatnonzero(over)]
+        episodes += [((row + 1) * tape.args.num_envs, score[n], length[n]) for n in np.flatnonzero(over)]
         score[over] = length[over] = 0
-    logged = scalars(tape.folder)
-    assert len(scores) >= 4
-    assert logged["charts/episodic_return"] == scores and logged["charts/episodic_length"] == lengths
+    assert len(episodes) >= 4
+    for place, tag in enumerate(("charts/episodic_return", "charts/episodic_length"), start=1):
+        assert points(tape.logged, tag) == [(episode[0], episode[place]) for episode in episodes]
     if "Breakout" not in tape.args.env_id:
-        assert tape.rewards.max() > 1 and max(scores)[1] > 1
+        assert tape.rewards.max() > 1 and max(score for _, score, _ in episodes) > 1
     assert max(rewards.max() for rewards, *_ in tape.gae) == 1
 
 
 def test_no_row_of_a_reset_enters_the_batch(tape):
-    """Each row has three of its four frames in common with the row before it, unless a game is over."""
+    """Each row has three of its four frames in common with the row before it, unless an episode is over."""
     assert tape.over.any() and (tape.over <= tape.terminations | tape.truncations).all()
-    for t in range(len(tape.steps)):
+    for t, (next_obs, successors, _, terminations, truncations, _) in enumerate(tape.steps):
         over = tape.over[t]
-        np.testing.assert_array_equal(tape.after[t][~over, :3], tape.before[t][~over, 1:])
-        assert (tape.after[t][over, :3] == 0).all() and tape.after[t][over, 3].any((1, 2)).all()
-        if over.any():
-            np.testing.assert_array_equal(tape.final_pixels[t][over, :3], tape.before[t][over, 1:])
-    resets = [row for row, _ in tape.resets]
+        np.testing.assert_array_equal(next_obs, tape.after[t])
+        np.testing.assert_array_equal(next_obs[~over, :3], tape.before[t][~over, 1:])
+        assert (next_obs[over, :3] == 0).all() and next_obs[over, 3].any((1, 2)).all()
+        np.testing.assert_array_equal(successors[:, :3], tape.before[t][:, 1:])
+        np.testing.assert_array_equal((successors != next_obs).any((1, 2, 3)), over)
+        np.testing.assert_array_equal(terminations, tape.terminations[t] & (over | tape.args.episodic_life))
+        np.testing.assert_array_equal(truncations, tape.truncations[t])
+    resets = [row for row, *_ in tape.resets]
     assert resets == list(range(0, len(tape.steps), tape.args.checkpoint_interval // tape.args.num_envs))
-    for row, seeds in tape.resets:
-        assert seeds == a2c.reset_seeds(1, row * 4, num=4) and len(set(seeds)) == 4
-        assert (tape.before[row][:, :3] == 0).all()
-    assert len({str(seeds) for _, seeds in tape.resets}) == len(resets)
+    for row, _, obs in tape.resets:
+        assert (obs[:, :3] == 0).all() and np.array_equal(obs, tape.before[row])
     for k, batch in enumerate(tape.batches):
         np.testing.assert_array_equal(batch, tape.before[tape.rows(k)].reshape(batch.shape))
 
 
 def test_fire_is_pressed_on_the_first_step_of_each_life_and_only_there(tape):
-    """On that of a new game too: of the emulator's own FIRE at a reset sticky actions swallow one in four."""
-    buttons = list(a2c.make_envs(tape.args, 1).ale.get_action_set())
+    """On that of a new episode too: of the emulator's own FIRE at a reset sticky actions swallow one in four."""
+    buttons = list(a2c.make_atari(tape.args, 1).ale.get_action_set())
     if ale_py.Action.FIRE not in buttons:
         np.testing.assert_array_equal(tape.actions, tape.sampled)
         assert tape.chosen.all()
         return
     first = np.ones_like(tape.over)
     first[1:] = (tape.terminations | tape.truncations)[:-1]
-    first[[row for row, _ in tape.resets]] = True
+    first[[row for row, *_ in tape.resets]] = True
     played = np.where(first, buttons.index(ale_py.Action.FIRE), tape.sampled)
     assert (tape.terminations & ~tape.over).any() and (played != tape.sampled).any()
     np.testing.assert_array_equal(tape.chosen, ~first)
@@ -226,7 +270,7 @@ class Plain:
     """A game of the plain emulator: four frames per step, a life lost or the game's end found in its own counters."""
 
     def __init__(self, args, seed, first_frame, limit):
-        settings = a2c.atari_settings(args.env_id)
+        settings = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
         self.ale, self.limit = ALEInterface(), limit
         self.ale.setInt("random_seed", seed)
         self.ale.setFloat("repeat_action_probability", settings["repeat_action_probability"])
@@ -276,35 +320,36 @@ def shrink(size):
         ("ALE/Breakout-v5", 2, 400, 10**6, True),
         ("SpaceInvadersNoFrameskip-v4", 2, 600, 10**6, True),
         ("PongDeterministic-v4", 1, 1000, 10**6, False),
-        ("KlaxNoFrameskip-v0", 2, 300, 10**6, False),
+        ("ALE/Klax-v5", 2, 300, 10**6, False),
         ("ALE/Freeway-v5", 1, 200, 300, False),
     ],
 )
-def test_games_are_the_plain_emulators(monkeypatch, env_id, num_envs, steps, limit, lives):
+def test_games_are_the_plain_emulators(tmp_path, monkeypatch, env_id, num_envs, steps, limit, lives):
+    """The frame numbers at a reset say how many idle frames there were: that is up to the vector's chance."""
     limit_games(monkeypatch, limit)
     args, rng = make_args(env_id=env_id), np.random.default_rng(0)
-    games = a2c.Games(a2c.make_envs(args, num_envs))
-    seeds = a2c.reset_seeds(1, 0, num=num_envs)
-    games.reset(seeds)
-    plain = [Plain(args, seed, frame, limit) for seed, frame in zip(seeds, games.frames)]
+    envs = a2c.AtariEnvs(args, num_envs, tmp_path)
+    envs.reset(0)
+    plain = [Plain(args, int(seed), frame, limit) for seed, frame in zip(envs.seeds, envs.frames)]
     ended = lost_lives = 0
     for t in range(steps):
-        actions = rng.integers(games.envs.single_action_space.n, size=num_envs)
-        games.press_fire(actions)
-        pixels, rewards, terminations, truncations, over, _, finished = games.step(actions)
-        ours = list(zip(rewards, terminations, truncations, over))
-        scores = []
+        actions = rng.integers(envs.num_actions, size=num_envs)
+        pressed = np.where(envs.fire, envs.fire_action, actions) if envs.fire.any() else actions
+        next_obs, successors, rewards, terminations, truncations = envs.step(actions)
+        finished = []
         for n, game in enumerate(plain):
-            reward, lost_life, game_over, cut_off = game.step(actions[n])
-            assert ours[n] == (reward, game_over or lost_life, cut_off, game_over or cut_off)
-            if t % 10 == n and not over[n]:  # at a game's end the vector's last screen is an older one
-                np.testing.assert_allclose(pixels[n, 3], game.pixels(), rtol=0, atol=1)
+            reward, lost_life, game_over, cut_off = game.step(pressed[n])
+            over = game_over or cut_off
+            assert (rewards[n], terminations[n], truncations[n]) == (np.sign(reward), game_over or lost_life, cut_off)
+            assert np.array_equal(next_obs[n], successors[n]) == (not over)
+            if t % 10 == n and not over:  # at an episode's end the vector's last screen is an older one
+                np.testing.assert_allclose(next_obs[n, 3], game.pixels(), rtol=0, atol=1)
             lost_lives += lost_life and not game_over
-            if game_over or cut_off:
-                scores.append((game.score, game.length))
-                game.begin(games.frames[n])
-        assert finished == scores
-        ended += len(scores)
+            if over:
+                finished.append((n, game.score, game.length))
+                game.begin(envs.frames[n])
+        assert envs.finished == finished
+        ended += len(finished)
     assert ended >= num_envs and (lost_lives > 0) == lives
 
 
@@ -312,36 +357,32 @@ def test_games_are_the_plain_emulators(monkeypatch, env_id, num_envs, steps, lim
 
 
 @pytest.mark.parametrize("env_id, episodic_life", [("BreakoutNoFrameskip-v4", False), ("ALE/Breakout-v5", True)])
-def test_a_policy_that_never_fires_stalls_nothing(tmp_path, monkeypatch, env_id, episodic_life):
-    """Idle, a life of Breakout takes 25 steps, and a game 130."""
+def test_a_policy_that_never_fires_stalls_nothing(tmp_path, monkeypatch, emulators, env_id, episodic_life):
+    """Idle, a life of Breakout takes 25 steps, and an episode 130."""
 
     class Idle(a2c.Agent):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             self.policy_head.bias.data[NOOP] = 100
 
-    class Games(a2c.Games):
-        def step(self, actions):
-            played.append(len(actions))
-            return super().step(actions)
-
-    played = []
+    logged = []
+    log_into(monkeypatch, logged)
     monkeypatch.setattr(a2c, "Agent", Idle)
-    monkeypatch.setattr(a2c, "Games", Games)
-    limit_games(monkeypatch, 4 * 1000)
+    monkeypatch.setattr(Emulator, "frames", 4 * 1000)
     options = dict(total_timesteps=2 * 150, num_envs=2, num_steps=15, eval_episodes=6, greedy=True)
     a2c.train(make_args(env_id=env_id, episodic_life=episodic_life, **options), tmp_path, None)
-    assert played.count(2) == 150 and len(scalars(tmp_path).get("charts/episodic_return", ())) == 2
-    assert played.count(6) < 150
+    training, evaluation = emulators
+    assert len(training.steps) == 150 and len(points(logged, "charts/episodic_return")) == 2
+    assert len(evaluation.steps) < 150
 
 
 # The update
 
 
-def plain_network(parameters, pixels):
+def plain_network(parameters, obs):
     """Logits (B, A) and values (B,): [DQN] Methods, with two heads."""
     weights, biases = parameters[::2], parameters[1::2]
-    x = pixels.double() / 255
+    x = obs.double() / 255
     for k, stride in enumerate((4, 2, 1)):
         x = F.conv2d(x, weights[k], biases[k], stride).relu()
     x = F.linear(x.flatten(1), weights[3], biases[3]).relu()
@@ -368,43 +409,44 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_training_is_the_papers_gradient_and_rmsprop(tmp_path, name):
-    """Nine updates worked out in float64 from the frames and rewards of the run, with no help from the script."""
-    options = dict(num_envs=3, total_timesteps=135, conv3_filters=64)
+    """Nine updates in float64 from the frames and rewards of the run: actions, returns, gradients, parameters, log."""
+    options = dict(num_envs=3, total_timesteps=135, conv3_filters=64, log_interval=1)
     tape = Tape(tmp_path, frames=132, **options | OPTIONS[name])
     args = tape.args
     assert (tape.terminations & ~tape.over).any() and tape.truncations.any() and not tape.chosen.all()
     torch.manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
     parameters = [p.detach().double().requires_grad_() for p in a2c.Agent(4, args.conv3_filters).parameters()]
     initial = nn.utils.parameters_to_vector(parameters).detach()
     squares = [torch.ones_like(p) for p in parameters]
     rmsprop = torch.optim.RMSprop(parameters, alpha=args.rmsprop_alpha, eps=args.rmsprop_eps)
 
-    def value(pixels):
+    def forward(obs):
         with torch.no_grad():
-            values = plain_network(parameters, torch.from_numpy(pixels.reshape(-1, 4, 84, 84)))[1]
-        return values.numpy().reshape(pixels.shape[:2])
+            logits, values = plain_network(parameters, torch.from_numpy(obs.reshape(-1, 4, 84, 84)))
+        return logits.numpy().reshape(*obs.shape[:2], -1), values.numpy().reshape(obs.shape[:2])
 
     norms = []
     for k, (grad, theta) in enumerate(tape.updates):
         rows = tape.rows(k)
-        pixels, truncations = tape.before[rows], tape.truncations[rows]
-        next_values = np.where(truncations, 0, value(tape.after[rows]))
-        if truncations.any():
-            final = np.stack([p if p is not None else pixels[0] for p in tape.final_pixels[rows]])
-            next_values = np.where(truncations, value(final), next_values)
+        obs, truncations = tape.before[rows], tape.truncations[rows]
+        logits, old_values = forward(obs)
+        drawn = [(row + rng.gumbel(size=row.shape)).argmax(1) for row in logits]
+        np.testing.assert_array_equal(tape.sampled[rows], drawn)
+        next_values = np.where(truncations, forward(tape.final[rows])[1], forward(tape.after[rows])[1])
         ends = tape.terminations[rows] | (truncations & (not args.bootstrap_truncation))
         rewards = np.sign(tape.rewards[rows])
         R = lambda_returns(rewards, ends, truncations, next_values, args.gamma, args.gae_lambda)
-        advantages = torch.from_numpy(R - value(pixels)).flatten()
+        advantages = torch.from_numpy(R - old_values).flatten()
 
-        logits, values = plain_network(parameters, torch.from_numpy(tape.batches[k]))
+        logits, values = plain_network(parameters, torch.from_numpy(obs).flatten(0, 1))
         policy = Categorical(logits=logits)
         log_probs = policy.log_prob(torch.from_numpy(tape.actions[rows]).flatten())
         chosen = torch.from_numpy(tape.chosen[rows]).flatten()
-        gain = (advantages * log_probs)[chosen].sum() / chosen.numel() + args.ent_coef * policy.entropy().mean()
-        loss = args.vf_coef * (torch.from_numpy(R).flatten() - values).square().mean() - gain
+        gain, entropy = (advantages * log_probs)[chosen].sum() / chosen.numel(), policy.entropy().mean()
+        value_loss = (torch.from_numpy(R).flatten() - values).square().mean()
         rmsprop.zero_grad()
-        loss.backward()
+        (args.vf_coef * value_loss - gain - args.ent_coef * entropy).backward()
         norms.append(nn.utils.clip_grad_norm_(parameters, args.max_grad_norm).item())
         expected = torch.cat([p.grad.flatten() for p in parameters])
         torch.testing.assert_close(grad.double(), expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
@@ -419,6 +461,14 @@ def test_training_is_the_papers_gradient_and_rmsprop(tmp_path, name):
         moved = nn.utils.parameters_to_vector(parameters).detach() - initial
         scale = moved.abs().max().item()
         torch.testing.assert_close(theta.double() - initial, moved, rtol=1e-3, atol=1e-3 * scale)
+        logs = {"losses/policy_loss": -gain, "losses/value_loss": value_loss, "losses/entropy": entropy}
+        logs |= {"losses/grad_norm": norms[-1], "charts/learning_rate": learning_rate}
+        logs["losses/explained_variance"] = 1 - advantages.numpy().var() / R.var()
+        for tag, value in logs.items():
+            assert points(tape.logged, tag)[k] == (
+                15 * (k + 1),
+                pytest.approx(torch.as_tensor(value).item(), rel=1e-3, abs=1e-5),
+            ), tag
     assert k == 8 and scale > 1e-4 and min(norms) < args.max_grad_norm < max(norms)
 
 
@@ -429,34 +479,27 @@ def gradients(steps=300, size=50):
         yield scale * torch.randn(size, dtype=torch.float64) * (torch.rand(size) < 0.9)
 
 
+@pytest.mark.parametrize("torch_rmsprop", [False, True])
 @pytest.mark.parametrize("alpha, eps", [(0.99, 1e-5), (0.9, 1e-2)])
-def test_rmsprop_is_tensorflows(alpha, eps):
-    args = a2c.Args(rmsprop_alpha=alpha, rmsprop_eps=eps)
-    theta = torch.randn(50, dtype=torch.float64)
-    expected, g = theta.numpy().copy(), np.ones(50)
-    square_avg = torch.ones_like(theta)
+def test_rmsprop_is_tensorflows_or_torchs(alpha, eps, torch_rmsprop):
+    """TensorFlow's number by number: the average begins at one, epsilon stands inside the root."""
+    theta = nn.Parameter(torch.randn(50, dtype=torch.float64))
+    ours = a2c.RMSprop([theta], a2c.Args(rmsprop_alpha=alpha, rmsprop_eps=eps, torch_rmsprop=torch_rmsprop))
+    parameter = nn.Parameter(theta.detach().clone())
+    torchs = torch.optim.RMSprop([parameter], alpha=alpha, eps=eps)
+    expected, g = theta.tolist(), [1.0] * 50
     for t, grad in enumerate(gradients()):
-        learning_rate = 1e-2 / (t + 1)
-        a2c.rmsprop_step(theta, grad.clone(), square_avg, learning_rate, args)
+        theta.grad, parameter.grad = grad.clone(), grad.clone()
+        ours.param_groups[0]["lr"] = torchs.param_groups[0]["lr"] = learning_rate = 1e-2 / (t + 1)
+        ours.step()
+        torchs.step()
         for i, d in enumerate(grad.tolist()):
             g[i] = alpha * g[i] + (1 - alpha) * d * d
             expected[i] -= learning_rate * d / math.sqrt(g[i] + eps)
-    np.testing.assert_allclose(theta.numpy(), expected, rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(square_avg.numpy(), g, rtol=1e-10)
-
-
-@pytest.mark.parametrize("alpha, eps", [(0.99, 1e-5), (0.9, 1e-2)])
-def test_torch_rmsprop_is_torchs(alpha, eps):
-    args = a2c.Args(rmsprop_alpha=alpha, rmsprop_eps=eps, torch_rmsprop=True)
-    theta = torch.randn(50, dtype=torch.float64)
-    parameter, square_avg = nn.Parameter(theta.clone()), torch.zeros_like(theta)
-    rmsprop = torch.optim.RMSprop([parameter], alpha=alpha, eps=eps)
-    for t, grad in enumerate(gradients()):
-        rmsprop.param_groups[0]["lr"] = 1e-2 / (t + 1)
-        a2c.rmsprop_step(theta, grad.clone(), square_avg, 1e-2 / (t + 1), args)
-        parameter.grad = grad
-        rmsprop.step()
-    torch.testing.assert_close(theta, parameter.data, rtol=1e-12, atol=1e-14)
+    expected = parameter.detach() if torch_rmsprop else torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(theta.detach(), expected, rtol=1e-12, atol=1e-14)
+    square_avg = torchs.state[parameter]["square_avg"] if torch_rmsprop else torch.tensor(g, dtype=torch.float64)
+    torch.testing.assert_close(ours.state[theta]["square_avg"], square_avg, rtol=1e-10, atol=0)
 
 
 def make_batch(size=64):
@@ -468,14 +511,15 @@ def make_batch(size=64):
 
 def test_loss_is_the_papers():
     logits, values, actions, chosen, advantages, returns = batch = make_batch()
-    loss, parts = a2c.a2c_loss(*batch, a2c.Args(ent_coef=0.02, vf_coef=0.7))
+    loss, metrics = a2c.a2c_loss(*batch, a2c.Args(ent_coef=0.02, vf_coef=0.7))
     policy = Categorical(logits=logits)
     policy_loss = -sum(policy.log_prob(actions)[i] * advantages[i] for i in range(64) if chosen[i]) / 64
     value_loss, entropy = F.mse_loss(values, returns), policy.entropy().mean()
     torch.testing.assert_close(loss, policy_loss + 0.7 * value_loss - 0.02 * entropy)
-    for part, expected in zip(parts, (policy_loss, value_loss, entropy), strict=True):
-        assert not part.requires_grad
-        torch.testing.assert_close(part, expected.detach())
+    expected = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+    assert metrics.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(metrics[name], expected[name])
 
 
 def test_the_policy_learns_nothing_from_a_fire_that_it_did_not_choose():
@@ -484,6 +528,22 @@ def test_the_policy_learns_nothing_from_a_fire_that_it_did_not_choose():
     policy_grad, value_grad = torch.autograd.grad(loss, (logits, values))
     assert (policy_grad[chosen == 0] == 0).all() and (policy_grad[chosen == 1] != 0).any(1).all()
     assert (value_grad != 0).all()
+
+
+def test_gae_is_the_double_sum():
+    """[GAE] Eq. (16) as it is printed: for each t a sum over l, up to the last step of t's episode."""
+    rng = np.random.default_rng(0)
+    rewards, values, next_values = rng.normal(size=(3, 30, 4))
+    terminations, truncations = rng.random((2, 30, 4)) < 0.2
+    assert (terminations & truncations).any()
+    for gamma, gae_lambda in (0.99, 0.95), (0.9, 1.0), (0.9, 0.0):
+        delta = rewards + gamma * np.where(terminations, 0.0, next_values) - values
+        expected = np.zeros((30, 4))
+        for t, n in np.ndindex(30, 4):
+            end = next((k for k in range(t, 30) if terminations[k, n] or truncations[k, n]), 29)
+            expected[t, n] = sum((gamma * gae_lambda) ** (k - t) * delta[k, n] for k in range(t, end + 1))
+        advantages = a2c.compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
+        np.testing.assert_allclose(advantages, expected, rtol=0, atol=1e-12)
 
 
 # The network and its actions
@@ -518,14 +578,28 @@ def test_bf16_is_float32_but_for_its_precision(tmp_path):
         for parameter in exact.policy_head.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
         short.load_state_dict(exact.state_dict())
-        pixels = torch.randint(256, (32, 4, 84, 84), dtype=torch.uint8, device=DEVICE)
-        for ours, theirs in zip(short(pixels), exact(pixels), strict=True):
+        obs = torch.randint(256, (32, 4, 84, 84), dtype=torch.uint8, device=DEVICE)
+        for ours, theirs in zip(short(obs), exact(obs), strict=True):
             assert ours.dtype == torch.float32 and not torch.equal(ours, theirs)
             assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
     updates = [Tape(tmp_path / str(flag), bf16=flag).updates for flag in (False, True)]
     (exact_grad, _), (short_grad, _) = (run[0] for run in updates)
     assert short_grad.dtype == torch.float32 and not torch.equal(short_grad, exact_grad)
     assert torch.cosine_similarity(short_grad, exact_grad, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_compiling_is_asked_for(tmp_path, monkeypatch, compile):
+    """It takes too long here to be done: each forward pass of training goes through what the compiler returns."""
+    calls = []
+
+    def compiler(agent, **options):
+        return lambda obs: calls.append(len(obs)) or agent(obs)
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(a2c, "evaluate", lambda *_: {"episodic_return": [0.0]})
+    a2c.train(make_args(compile=compile), tmp_path, None)
+    assert calls == ([4] * 5 + [4] + [20] if compile else [])
 
 
 # A run that cannot go on
@@ -537,99 +611,96 @@ def test_a_gradient_that_is_not_finite_stops_training(tmp_path, monkeypatch):
 
     def a2c_loss(*inputs, a2c_loss=a2c.a2c_loss):
         calls.append(inputs)
-        loss, parts = a2c_loss(*inputs)
-        return loss * (math.nan if len(calls) == 3 else 1), parts
+        loss, metrics = a2c_loss(*inputs)
+        return loss * (math.nan if len(calls) == 3 else 1), metrics
 
     monkeypatch.setattr(a2c, "a2c_loss", a2c_loss)
     with pytest.raises(FloatingPointError, match=r"step 60\b"):
         a2c.train(make_args(total_timesteps=100, checkpoint_interval=20), tmp_path, None)
-    checkpoint = a2c.load_checkpoint(str(tmp_path))
+    checkpoint = a2c.load_checkpoint(tmp_path)
     assert checkpoint["global_step"] == 40 and not (tmp_path / "model.pt").exists()
-    assert all(tensor.isfinite().all() for tensor in (*checkpoint["agent"].values(), checkpoint["square_avg"]))
+    squares = [state["square_avg"] for state in checkpoint["optimizer"]["state"].values()]
+    assert len(squares) == 12 and all(tensor.isfinite().all() for tensor in (*checkpoint["agent"].values(), *squares))
 
 
-# Evaluation and films
+# Evaluation and videos
 
 
-def test_evaluation_is_reproduced_and_counts_whole_games(tmp_path, monkeypatch):
-    berzerk = dict(env_id="BerzerkNoFrameskip-v4", eval_episodes=3)  # short games, points all the time
-    played = []
-
-    class Games(a2c.Games):
-        def reset(self, seeds):
-            self.pixels = super().reset(seeds)
-            return self.pixels
-
-        def press_fire(self, actions):
-            played.append((self.pixels, actions.copy()))
-            return super().press_fire(actions)
-
-        def step(self, actions):
-            self.pixels, rewards, _, _, over, *_ = outcome = super().step(actions)
-            played[-1] += rewards, over
-            return outcome
+def test_evaluation_is_reproduced_and_counts_whole_episodes(tmp_path, monkeypatch, emulators):
+    args = make_args(env_id="BerzerkNoFrameskip-v4", eval_episodes=3)  # short episodes, points all the time
+    logged = []
+    log_into(monkeypatch, logged)
+    a2c.train(args, tmp_path, None)
+    checkpoint = a2c.load_checkpoint(tmp_path)
 
     def play(**options):
-        played.clear()
-        returns = a2c.evaluate(make_args(**berzerk, **options), checkpoint, tmp_path)
-        return returns, *map(np.array, zip(*played))
+        emulators.clear()
+        returns = a2c.evaluate(make_args(**vars(args) | options), checkpoint, tmp_path)["episodic_return"]
+        (emulator,) = emulators
+        actions, obs, rewards, *ends, over, _, _ = map(np.array, zip(*emulator.steps))
+        obs = np.concatenate([emulator.resets[0][2][None], obs[:-1]])
+        first = np.concatenate([np.ones((1, 3), bool), np.logical_or(*ends)[:-1]])  # of a life: FIRE is pressed
+        return returns, obs, actions, rewards, over, first
 
-    a2c.train(make_args(**berzerk), tmp_path, None)
-    (_, at_the_end), *_ = scalars(tmp_path)["eval/episodic_return"]
-    checkpoint = a2c.load_checkpoint(str(tmp_path))
-    monkeypatch.setattr(a2c, "Games", Games)
-    returns, _, actions, rewards, over = play()
-    assert np.mean(returns) == pytest.approx(at_the_end, rel=1e-6)
+    returns, _, actions, rewards, over, _ = play()
+    assert points(logged, "eval/episodic_return") == [(20, pytest.approx(np.mean(returns)))]
     lengths = over.argmax(0) + 1
     assert over.any(0).all() and len(set(lengths)) > 1 and max(lengths) == len(rewards)
-    assert returns == [rewards[:length, n].sum() for n, length in enumerate(lengths)] != rewards.sum(0).tolist()
-    limit_games(monkeypatch, 4 * 50)
+    scores = [rewards[:length, n].sum() for n, length in enumerate(lengths)]
+    assert returns == scores != rewards.sum(0).tolist()
+    monkeypatch.setattr(Emulator, "frames", 4 * 50)
     assert not np.array_equal(play(seed=2)[2], actions[:50])
-    _, pixels, greedy, *_ = play(greedy=True)
+    _, obs, greedy, *_, first = play(greedy=True)
     agent = a2c.Agent(len(checkpoint["agent"]["policy_head.bias"]), 16).to(DEVICE)
     agent.load_state_dict(checkpoint["agent"])
-    logits, _ = agent(torch.from_numpy(pixels).flatten(0, 1).to(DEVICE))
-    np.testing.assert_array_equal(greedy.ravel(), logits.argmax(1).cpu().numpy())
+    logits, _ = agent(torch.from_numpy(obs).flatten(0, 1).to(DEVICE))
+    expected = logits.argmax(1).cpu().numpy().reshape(greedy.shape)
+    np.testing.assert_array_equal(greedy[~first], expected[~first])
+    assert (greedy[first] == 1).all() and len(np.unique(expected)) > 1
 
 
-def test_films_are_of_the_games_that_were_played(tmp_path, monkeypatch):
+def test_evaluation_takes_the_first_episode_of_each_environment(tmp_path, monkeypatch):
+    """Those that are soonest over are no fair sample: environment 0 ends twice before environment 2 does once."""
+    finished = iter([[(0, 1.0, 1)], [], [(0, 2.0, 2), (1, 5.0, 3)], [(2, 7.0, 4), (0, 3.0, 1)]])
+
+    class Scripted(a2c.AtariEnvs):
+        def step(self, actions):
+            self.finished = next(finished)
+            return np.zeros((3, 4, 84, 84), np.uint8), None, None, None, None
+
+    monkeypatch.setattr(a2c, "AtariEnvs", Scripted)
+    model = {"agent": a2c.Agent(4, 16).state_dict(), "global_step": 0}
+    returns = a2c.evaluate(make_args(eval_episodes=3), model, tmp_path)
+    assert returns == {"episodic_return": [1.0, 5.0, 7.0]} and not list(finished)
+
+
+def test_videos_are_of_the_episodes_that_were_played(tmp_path, monkeypatch, emulators):
     from imageio_ffmpeg import read_frames
 
-    made = []
-
-    class Recorded(a2c.AtariVectorEnv):
-        def __init__(self, **settings):
-            super().__init__(**settings | {"max_num_frames_per_episode": 320})
-            self.games = []  # for each reset its first seed and, at each step, what happened in the first game
-            made.append(self)
-
-        def reset(self, *, seed):
-            self.games.append((seed[0], []))
-            return super().reset(seed=seed)
-
-        def step(self, actions):
-            outcome = _, rewards, terminations, _, info = super().step(actions)
-            happened = actions, rewards, terminations, info["lives"], info["episode_frame_number"]
-            self.games[-1][1].append(tuple(int(what[0]) for what in happened))
-            return outcome
-
-    monkeypatch.setattr(a2c, "AtariVectorEnv", Recorded)
+    monkeypatch.setattr(Emulator, "frames", 320)
     options = dict(env_id="ALE/SpaceInvaders-v5", total_timesteps=400, checkpoint_interval=200, num_envs=2)
     a2c.train(make_args(**options, capture_video=True), tmp_path, None)
-    played = {seed: steps for envs in made if envs.grayscale for seed, steps in envs.games}
-    films = [game for envs in made if not envs.grayscale for game in envs.games]
-    names = ["train-step-0", "train-step-200", "evaluation-step-400"]
+
+    def episodes(emulator):
+        """For each reset the first seed, and for each step what happened in the first environment."""
+        rows = [row for row, *_ in emulator.resets] + [None]
+        happened = [tuple(int(step[k][0]) for k in (0, 2, 3, 7)) for step in emulator.steps]
+        return [(seeds[0], happened[row:end]) for (row, seeds, _), end in zip(emulator.resets, rows[1:])]
+
+    played = dict(episode for emulator in emulators if not emulator.colour for episode in episodes(emulator))
+    videos = [episode for emulator in emulators if emulator.colour for episode in episodes(emulator)]
+    names = ["training-0", "training-200", "evaluation-400"]
     assert {path.stem for path in (tmp_path / "videos").iterdir()} == set(names)
-    for name, (seed, steps) in zip(names, films, strict=True):
-        assert len(steps) == 79 and steps == played[seed][:79]
+    for name, (seed, steps) in zip(names, videos, strict=True):
+        assert len(steps) == 80 and steps[:79] == played[seed][:79]  # the last step shows the next episode already
         properties, *frames = read_frames(str(tmp_path / "videos" / f"{name}.mp4"))
         assert len(frames) in (79, 80) and properties["size"] == (320, 420)  # moviepy may round one away
         frames = [np.frombuffer(frame, np.uint8).astype(int) for frame in frames]
         assert np.mean([np.abs(a - b).max() > 50 for a, b in pairwise(frames)]) > 0.5
-    assert any(reward for _, steps in films for _, reward, *_ in steps)
+    assert any(reward for _, steps in videos for _, reward, *_ in steps)
 
 
-# Names of games
+# Names of environments
 
 
 def registered():
@@ -637,44 +708,28 @@ def registered():
     return {spec.id: spec.kwargs for spec in gym.registry.values() if str(spec.entry_point).startswith("ale_py")}
 
 
-def test_ids_mean_what_they_mean_in_gymnasium():
+def test_ids_mean_what_they_mean_in_gymnasium(monkeypatch):
+    monkeypatch.setattr(a2c, "AtariVectorEnv", lambda **settings: settings)
     known = {name: kwargs for name, kwargs in registered().items() if name.startswith("ALE/") or "NoFrame" in name}
     assert len(known) > 200
     for env_id, kwargs in known.items():
-        expected = {name: kwargs[name] for name in ("game", "repeat_action_probability")}
-        assert a2c.atari_settings(env_id) == expected
-        deterministic = env_id.replace("NoFrameskip", "Deterministic")  # no longer registered; the same game
-        assert a2c.atari_settings(deterministic) == expected
+        for same in (env_id, env_id.replace("NoFrameskip", "Deterministic")):  # no longer registered
+            settings = a2c.make_atari(make_args(env_id=same), 1)
+            for name in ("game", "repeat_action_probability", "max_num_frames_per_episode"):
+                assert settings[name] == kwargs[name]
+            assert settings["frameskip"] == 4 and not kwargs["full_action_space"]
 
 
-@pytest.mark.parametrize(
-    "env_id, words",
-    [
-        ("BreakoutNoFrameSkip-v4", "BreakoutNoFrameskip-v4"),
-        ("breakoutNoFrameskip-v4", "BreakoutNoFrameskip-v4"),
-        ("BreakuotNoFrameskip-v4", "BreakoutNoFrameskip-v4"),
-        ("ALE/SpaceInvader-v5", "SpaceInvadersNoFrameskip-v4"),
-        ("MontezumasRevengeDeterministic-v4", "MontezumaRevengeNoFrameskip-v4"),
-        ("CartPole-v1", "no Atari game"),
-        ("", "no Atari game"),
-        ("Breakout-v4", "BreakoutNoFrameskip-v4 ALE/Breakout-v5"),
-        ("Breakout-v0", "BreakoutNoFrameskip-v4 ALE/Breakout-v5"),
-        ("Breakout", "BreakoutNoFrameskip-v4 ALE/Breakout-v5"),
-        ("Breakout-ram-v4", "BreakoutNoFrameskip-v4 ALE/Breakout-v5"),
-        ("Breakout-ramNoFrameskip-v4", "BreakoutNoFrameskip-v4 ALE/Breakout-v5"),
-        ("ALE/Breakout-ram-v5", "BreakoutNoFrameskip-v4 ALE/Breakout-v5"),
-        ("ALE/Breakout-v4", "BreakoutNoFrameskip-v4 ALE/Breakout-v5"),
-        ("BreakoutNoFrameskip-v5", "BreakoutNoFrameskip-v4 ALE/Breakout-v5"),
-    ],
-)
-def test_an_id_that_cannot_be_had_is_told_so_in_one_line(capsys, env_id, words):
-    with pytest.raises(SystemExit) as exit_:
-        a2c.make_envs(make_args(env_id=env_id), 1)
-    out, error = capsys.readouterr()
-    assert exit_.value.code == 2 and out == ""
-    assert error.startswith("error: ") and error.count("\n") == 1 and env_id in error
-    for word in words.split():
-        assert word in error
+@pytest.mark.parametrize("env_id", ["Breakout-v4", "Breakout-v0", "CartPole-v1"])
+def test_other_environments_are_refused(env_id):
+    with pytest.raises(SystemExit, match=f"error: {env_id} is not an Atari environment of this kind"):
+        a2c.make_atari(make_args(env_id=env_id), 1)
+
+
+@pytest.mark.parametrize("env_id", ["BreakoutNoFrameSkip-v4", "ALE/SpaceInvader-v5", "ALE/Breakout-v4", ""])
+def test_an_unknown_id_is_gymnasiums_error(env_id):
+    with pytest.raises(gym.error.Error):
+        a2c.make_atari(make_args(env_id=env_id), 1)
 
 
 def games_to_start():
@@ -684,21 +739,19 @@ def games_to_start():
 
 
 def test_every_game_of_the_emulator_has_an_id():
-    games = {a2c.atari_settings(name)["game"] for name in registered() if name.startswith("ALE/")}
+    games = {kwargs["game"] for name, kwargs in registered().items() if name.startswith("ALE/")}
     assert games == {game for game in roms.get_all_rom_ids() if ALEInterface.isSupportedROM(roms.get_rom_path(game))}
 
 
 @pytest.mark.parametrize("env_id", games_to_start())
-def test_a_game_starts_and_goes_on(env_id):
-    games = a2c.Games(a2c.make_envs(make_args(env_id=env_id), 1))
-    pixels = games.reset([0])
-    assert pixels.shape == (1, 4, 84, 84) and pixels.dtype == np.uint8
-    frames = games.frames
-    actions = np.array([games.envs.single_action_space.n - 1])
-    games.press_fire(actions)
-    next_pixels, *_, over, _, finished = games.step(actions)
-    assert games.frames == frames + 4 and not over and not finished
-    np.testing.assert_array_equal(next_pixels[:, :3], pixels[:, 1:])
+def test_a_game_starts_and_goes_on(tmp_path, env_id):
+    envs = a2c.AtariEnvs(make_args(env_id=env_id), 1, tmp_path)
+    obs = envs.reset(0)
+    assert obs.shape == (1, 4, 84, 84) and obs.dtype == np.uint8
+    obs, frames = obs.copy(), envs.frames
+    next_obs, *_ = envs.step(np.array([envs.num_actions - 1]))
+    assert envs.frames == frames + 4 and not envs.finished
+    np.testing.assert_array_equal(next_obs[:, :3], obs[:, 1:])
 
 
 # A game of pixels that can be learned in seconds
@@ -711,9 +764,10 @@ class Catch:
     ale = SimpleNamespace(get_action_set=lambda: [ale_py.Action.NOOP, ale_py.Action.RIGHT, ale_py.Action.LEFT])
 
     def __init__(self, num_envs):
-        self.num_envs = num_envs
+        self.num_envs, self.seeds = num_envs, []
 
     def reset(self, *, seed):
+        self.seeds.append(seed.tolist())
         self.rng = np.random.default_rng(seed)
         self.ball, self.paddle, self.time = np.zeros((3, self.num_envs), int)
         self.pixels = np.zeros((self.num_envs, 4, 84, 84), np.uint8)
@@ -747,14 +801,58 @@ class Catch:
         pass
 
 
+def test_episodes_depend_on_the_seed_the_step_and_on_who_plays(tmp_path, monkeypatch):
+    def make_atari(args, num_envs):
+        made.append(Catch(num_envs))
+        return made[-1]
+
+    def seeds_of(what):
+        made.clear()
+        drawn.clear()
+        what()
+        return [seed for envs in made for seeds in envs.seeds for seed in seeds]
+
+    def sample(logits, rng, sample=a2c.sample):
+        drawn.append(str(rng.bit_generator.state))
+        return sample(logits, rng)
+
+    def play(seed, step):
+        return seeds_of(lambda: a2c.AtariEnvs(make_args(seed=seed), 4, tmp_path).reset(step))
+
+    made, drawn, generators = [], [], []  # the state of the actions' generator, at each draw and at first
+    monkeypatch.setattr(a2c, "make_atari", make_atari)
+    monkeypatch.setattr(a2c, "sample", sample)
+    starts = play(1, 0), play(2, 0), play(1, 512), play(1, 1024)
+    assert len({seed for start in starts for seed in start}) == 16 and play(1, 512) == starts[2]
+
+    # A run of two checkpoints before its end, and evaluations of it
+    options = dict(total_timesteps=40, checkpoint_interval=20, eval_episodes=4)
+    whole = seeds_of(lambda: a2c.train(make_args(**options), tmp_path, None))
+    generators.append(drawn[0])
+    training, at_the_end = whole[:8], whole[8:]
+    assert training == play(1, 0) + play(1, 20) and len(set(whole)) == 12
+    model = a2c.load_checkpoint(tmp_path)
+
+    def evaluation(seed=1, **changes):
+        seeds = seeds_of(lambda: a2c.evaluate(make_args(**options, seed=seed), model | changes, tmp_path))
+        generators.append(drawn[0])
+        return seeds
+
+    assert evaluation() == at_the_end
+    others = whole, evaluation(seed=2), evaluation(global_step=20), play(2, 0), play(2, 40), play(1, 40)
+    assert len({seed for other in others for seed in other}) == sum(map(len, others))
+    assert len(set(generators)) == 4
+
+
 def test_catch_is_learned(tmp_path, monkeypatch):
     """A random player scores -0.5, a perfect one 1. (With alpha at 0.99, the average would begin at one too long.)"""
-    monkeypatch.setattr(a2c, "make_envs", lambda args, num_envs: Catch(num_envs))
+    logged = []
+    log_into(monkeypatch, logged)
+    monkeypatch.setattr(a2c, "make_atari", lambda args, num_envs: Catch(num_envs))
     options = dict(num_envs=8, total_timesteps=6000, gamma=0.9, rmsprop_alpha=0.5, learning_rate=5e-3)
     a2c.train(make_args(**options, conv3_filters=32, eval_episodes=50, greedy=True), tmp_path, None)
-    points = scalars(tmp_path)
-    scores = [score for _, score in points["charts/episodic_return"]]
+    scores = [score for _, score in points(logged, "charts/episodic_return")]
     assert len(scores) == 2000
     assert np.mean(scores[:200]) < -0.3
     assert np.mean(scores[-200:]) > 0.7
-    assert points["eval/episodic_return"][0][1] > 0.8
+    assert points(logged, "eval/episodic_return")[0][1] > 0.8

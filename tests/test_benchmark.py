@@ -1,105 +1,45 @@
-"""The benchmark's tools: statistics, running and collecting, tables, figures, and what README says of results."""
+"""The benchmark: statistics, collecting what scripts write, tables, figures, speed, and what the front page says."""
 
-import csv
 import dataclasses
 import importlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from itertools import pairwise
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from conftest import ROOT, SMALL, wait_for
+import yaml
+from conftest import ROOT
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import collect
+import common
+import compare
 import plot
-import replay
-import run
 import speed
 import tables
 
-# A script that takes the same flags and leaves the same files as a real one, in milliseconds. It copies the events
-# that lie beside it. Seed 2 fails unless there is a file `luck`; with --slow it waits to be interrupted, once.
-STUB = """
-import json, shutil, signal, sys, time
-from pathlib import Path
-here, argv = Path(__file__).parent, sys.argv[1:]
-def interrupt(*_):
-    print("interrupted", file=sys.stderr)
-    sys.exit(130)
-signal.signal(signal.SIGINT, interrupt)
-resume = "--resume" in argv
-if resume:
-    folder = Path(argv[1])
-else:
-    seed = argv[argv.index("--seed") + 1]
-    if seed == "2" and not (here / "luck").exists():
-        sys.exit("error: no luck")
-    folder = Path(f"runs/Env-v0__stub__{seed}__1")
-    folder.mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps({"total_timesteps": 3000}))
-    (folder / "checkpoint_0.pt").touch()
-print("1,500/3,000 steps  100 steps/s", flush=True)
-if "--slow" in argv:
-    time.sleep(60)
-shutil.copy(here / "events", folder / "events.out.tfevents.1")
-print("evaluation: 7.00 +- 0.50 over 10 episodes of the mean action")
-"""
-
-
-@pytest.fixture
-def stub(tmp_path, monkeypatch):
-    """A repository of the script `stub` alone. Returns a function that runs run.main on it."""
-    (tmp_path / "stub.py").write_text(STUB)
-    write_events(tmp_path / "log", episodes=2500)
-    (events,) = (tmp_path / "log").iterdir()
-    events.rename(tmp_path / "events")
-    monkeypatch.setattr(run, "ROOT", tmp_path)
-    return lambda *flags: run.main([*BASE, *FOLDERS(tmp_path), *flags])
-
-
-BASE = "--scripts stub --env-ids Env-v0 --jobs 2".split()
-
-
-def FOLDERS(folder):
-    return ["--runs-folder", str(folder / "runs"), "--results-folder", str(folder / "results")]
-
-
-def write_events(folder, episodes):
-    """A TensorBoard log: an episode of return i at each step i, one speed, and the evaluation at step 3000."""
-    writer = SummaryWriter(str(folder))
-    for i in range(1, episodes + 1):
-        writer.add_scalar("charts/episodic_return", i, i)
-    writer.add_scalar("charts/SPS", 100, 3000)
-    writer.add_scalar("losses/value_loss", 1, 3000)
-    writer.add_scalar("eval/episodic_return", 7, 3000)
-    writer.close()
+SMALL = "--env-id Pendulum-v1 --num-steps 64 --num-minibatches 2 --update-epochs 2 --total-timesteps 1984".split()
 
 
 def make_results(folder, seeds=range(1, 6), script="ppo_continuous", env_id="HalfCheetah-v4", variants=("",)):
-    """Results as run.py collects them: for each seed a curve that rises to 1000 times the seed."""
+    """Results as collect.py writes them: for each seed a curve that rises to 1000 times the seed."""
     rows = []
     for variant in variants:
         for seed in seeds:
-            path = folder / script / f"{run.run_name(env_id, variant, seed)}.csv"
+            path = folder / script / f"{'__'.join(common.run_name(env_id, variant))}__{seed}.csv"
             path.parent.mkdir(parents=True, exist_ok=True)
             points = "".join(f"charts/episodic_return,{1000 * i},{seed * 10 * i},1\n" for i in range(1, 101))
             path.write_text("tag,step,value,count\n" + points)
             row = {"script": script, "env_id": env_id, "variant": variant, "seed": seed, "total_steps": 100_000}
-            row |= {"training_return": 1000 * seed, "eval_return": 1100 * seed, "eval_std": 5, "eval_episodes": 10}
-            row |= {"eval_battle_won_rate": "", "wall_seconds": 120, "command": "", "commit": "c0ffee"}
-            rows.append(row | {"versions": "Python 3", "machine": "2 cores of X", "jobs": 1})
-    with open(folder / "runs.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+            row |= {"training_return": 1000 * seed, "eval_return": 1100 * seed, "eval_battle_won_rate": ""}
+            rows.append(row | {"tests_battle_won_rate": "", "wall_seconds": 1800, "commit": "c0ffee"})
+    pd.DataFrame(rows).to_csv(folder / "runs.csv", index=False)
     return folder
 
 
@@ -127,331 +67,309 @@ def test_bootstrap_interval_covers_and_is_deterministic():
     assert 0.82 < np.mean((low < 0) & (high > 0)) < 0.97  # somewhat less than 95 %, as with all small samples
     assert np.all(low < samples.mean(0)) and np.all(samples.mean(0) < high)
     np.testing.assert_array_equal(plot.bootstrap(samples, np.mean), (low, high))
-    assert plot.bootstrap(np.full(5, 3.0)) == (3, 3)
+    assert tuple(plot.bootstrap(np.full(5, 3.0))) == (3, 3)
 
 
 def test_curves_average_episodes_in_bins_of_steps(tmp_path):
-    (tmp_path / "a.csv").write_text(
-        "tag,step,value,count\n" + "".join(f"charts/episodic_return,{s},{s},1\n" for s in range(1, 801))
-    )
-    steps, values = plot.curves([tmp_path / "a.csv"] * 2, "charts/episodic_return", 100)
+    points = "".join(f"charts/episodic_return,{s},{s},1\n" for s in range(1, 801))
+    (tmp_path / "a.csv").write_text("tag,step,value,count\n" + points)
+    steps, values = plot.curves([tmp_path / "a.csv"] * 2, "charts/episodic_return")
     np.testing.assert_allclose(steps, np.arange(8, 801, 8))
     np.testing.assert_allclose(values, [steps - 3.5] * 2)  # of the steps 1 to 8, 9 to 16, ...
-    assert plot.curves([tmp_path / "a.csv"], "eval/episodic_return", 100) is None
 
 
 # Running and collecting
 
 
 def test_thinning_keeps_episodes_and_means():
-    points = [(step, float(step % 7)) for step in range(1, 2501)]
-    rows = run.thin(points)
-    assert len(rows) == 1000
-    assert sum(count for *_, count in rows) == 2500
-    assert sum(value * count for _, value, count in rows) == pytest.approx(sum(value for _, value in points))
-    assert all(a[0] < b[0] for a, b in pairwise(rows))
-    assert run.thin(points[:1000]) == [(step, value, 1) for step, value in points[:1000]]
+    points = pd.DataFrame({"step": range(1, 2501), "value": [float(step % 7) for step in range(1, 2501)]})
+    rows = collect.thin(points)
+    assert len(rows) == 1000 and rows["count"].sum() == 2500
+    assert (rows.value * rows["count"]).sum() == pytest.approx(points.value.sum())
+    assert all(a < b for a, b in pairwise(rows.step))
+    assert collect.thin(points[:1000]).equals(points[:1000].assign(count=1))
 
 
-def test_print_gives_the_plain_commands(capsys, tmp_path):
-    flags = "--env-ids Hopper-v4 dm_control/x --seeds 1 2 --print".split()
-    assert run.main(["--scripts", "ppo_continuous", *flags, *FOLDERS(tmp_path), "--", "--no-anneal-lr"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"python ppo_continuous.py --env-id {env_id} --seed {seed} --no-anneal-lr"
-        for env_id in ("Hopper-v4", "dm_control/x")
-        for seed in (1, 2)
-    ]
-    assert not list(tmp_path.iterdir())
+def test_events_of_a_resumed_run_are_read_once(tmp_path):
+    for first, last, offset in ((0, 10, 0), (6, 15, 100)):  # killed at 10, resumed from the checkpoint at 6
+        writer = SummaryWriter(str(tmp_path), purge_step=first + 1, filename_suffix=str(first))
+        for step in range(first + 1, last + 1):
+            writer.add_scalar("charts/episodic_return", step + offset, step)
+        writer.close()
+    events = common.read_events(tmp_path)
+    assert events.step.tolist() == list(range(1, 16))
+    assert events.value.tolist() == [*range(1, 7), *range(107, 116)]
+    (tmp_path / "empty").mkdir()
+    assert common.read_events(tmp_path / "empty").empty
 
 
-@pytest.mark.parametrize("flags", ["", "--jobs 0", "-- --seed 3", "-- --resume=x", "-- --env_id=x"])
-def test_wrong_calls_are_refused(flags, tmp_path, capsys):
-    selection = ["--scripts", "ppo_continuous"] + (["--env-ids", "Hopper-v4"] if flags else [])
-    with pytest.raises(SystemExit, match="2"):
-        run.main([*selection, *FOLDERS(tmp_path), *flags.split()])
-    assert "error: " in capsys.readouterr().err and not list(tmp_path.iterdir())
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder of two finished runs of PPO, one of them of another variant."""
+    runs = tmp_path_factory.mktemp("runs")
+    for seed, flags in ((1, []), (2, ["--gamma", "0.9"])):
+        command = [sys.executable, str(ROOT / "ppo_continuous.py"), *SMALL, "--seed", str(seed), *flags]
+        subprocess.run([*command, "--run-folder", str(runs / str(seed))], check=True, capture_output=True)
+    return runs
+
+
+def test_collected_runs_are_what_the_script_wrote(finished, tmp_path):
+    assert collect.main([str(finished), "--results", str(tmp_path)]) == 0
+    flags = "--total-timesteps 1984 --num-steps 64 --update-epochs 2 --num-minibatches 2"
+    first, second = common.read_table(tmp_path / "runs.csv").sort_values("seed").to_dict("records")
+    result = json.loads((finished / "2" / "result.json").read_text())
+    assert first["variant"] == flags
+    assert set(common.FLAG.findall(second["variant"])) == {*common.FLAG.findall(flags), "--gamma 0.9"}
+    assert (second["script"], second["env_id"], second["total_steps"]) == ("ppo_continuous", "Pendulum-v1", "1984")
+    assert float(second["eval_return"]) == pytest.approx(np.mean(result["episodic_return"]), rel=1e-4)
+    assert second["command"].startswith("python ppo_continuous.py --env-id Pendulum-v1 --seed 2 --")
+    assert f"torch {result['versions']['torch']}" in second["versions"] and second["machine"] == result["machine"]
+    (path,) = (tmp_path / "ppo_continuous").glob("*gamma_0.9*__2.csv")
+    curves, events = pd.read_csv(path), common.read_events(finished / "2")
+    episodes = events[events.tag == "charts/episodic_return"]
+    np.testing.assert_allclose(curves[curves.tag == "charts/episodic_return"].value, episodes.value, rtol=1e-5)
+    assert float(second["training_return"]) == pytest.approx(episodes.value.mean(), rel=1e-5)
+
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.csv")}
+    assert collect.main([str(finished), "--results", str(tmp_path)]) == 0
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.csv")}
+
+
+@pytest.mark.parametrize("damaged", ["result.json", "events"])
+def test_damaged_files_of_one_run_replace_no_result_and_stop_no_other(damaged, finished, tmp_path, capsys):
+    assert collect.main([str(finished), "--results", str(tmp_path)]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.csv")}
+    (path,) = (finished / "1").glob(f"{damaged}*")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    try:
+        capsys.readouterr()
+        assert collect.main([str(finished), "--results", str(tmp_path)]) == 1
+    finally:
+        path.write_bytes(content)
+    out, err = capsys.readouterr()
+    assert out == f"{finished / '2'}: collected\n" and err.startswith(f"failed: {finished / '1'}: ")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.csv")}
 
 
 def test_names_of_runs_differ_where_runs_do():
     variants = ["", "--x 1", "--x -1", "--x 11", "--no-x", "--x 1 --y"]
-    assert len({run.run_name("E-v1", variant, seed) for variant in variants for seed in (1, 2)}) == 12
-    assert run.run_name("ALE/Pong-v5", "--no-x --y 3", 1) == "ALE-Pong-v5__no-x_y_3__1"
+    assert len({tuple(common.run_name("E-v1", variant)) for variant in variants}) == 6
+    assert common.run_name("ALE/Pong-v5", "--no-x --y 3") == ["ALE-Pong-v5", "no-x_y_3"]
 
 
-def test_a_failed_run_is_named_and_the_others_go_on_and_a_second_start_makes_the_rest(stub, tmp_path, capsys):
-    assert stub("--seeds", "1", "2", "3") == 1
-    captured = capsys.readouterr()
-    assert captured.err == "failed: stub/Env-v0__default__2: status 1: error: no luck\n"
-    assert len(re.findall(r"Env-v0__default__[13]: finished", captured.out)) == 2
-    assert [row["seed"] for row in run.read_csv(tmp_path / "results" / "runs.csv")] == ["1", "3"]
-
-    (tmp_path / "luck").touch()
-    assert stub("--seeds", "1", "2", "3") == 0
-    assert re.findall(r"(\d) of 3|__(\d): finished", capsys.readouterr().out) == [("2", ""), ("", "2")]
-    assert [row["seed"] for row in run.read_csv(tmp_path / "results" / "runs.csv")] == ["1", "2", "3"]
+@pytest.mark.parametrize("study", sorted((ROOT / "benchmark" / "studies").glob("*.yaml")), ids=lambda path: path.stem)
+def test_studies_name_scripts_and_flags_that_are_there(study):
+    peers = re.findall(r'^    "(\w+)": ', (ROOT / "benchmark" / "peers.py").read_text(), re.M)
+    for part in yaml.safe_load(study.read_text())["study"]:
+        assert part["seeds"] and part["env_ids"]
+        flags = {flag.split()[0] for flag in common.FLAG.findall(part.get("flags", ""))}
+        if part["script"] not in peers:
+            assert flags <= set(yes_and_no(common.arguments(part["script"])))
 
 
-def test_collected_tables(stub, tmp_path):
-    assert stub("--seeds", "1", "--", "--wide") == 0
-    (row,) = run.read_csv(tmp_path / "results" / "runs.csv")
-    assert row["command"] == "python stub.py --env-id Env-v0 --seed 1 --wide"
-    assert (row["variant"], row["total_steps"], row["eval_return"]) == ("--wide", "3000", "7")
-    assert (row["eval_std"], row["eval_episodes"], row["eval_battle_won_rate"]) == ("0.50", "10", "")
-    assert float(row["training_return"]) == np.mean(range(2401, 2501))
-    assert row["jobs"] == "2" and row["commit"] and "torch" in row["versions"] and "cores" in row["machine"]
-    points = run.read_csv(tmp_path / "results" / "stub" / "Env-v0__wide__1.csv")
-    assert {point["tag"] for point in points} == {"charts/episodic_return", "charts/SPS", "eval/episodic_return"}
-    episodes = [point for point in points if point["tag"] == "charts/episodic_return"]
-    assert len(episodes) <= 1000 and sum(int(point["count"]) for point in episodes) == 2500
-
-    before = {path: path.read_bytes() for path in (tmp_path / "results").rglob("*.csv")}
-    for path in before:
-        path.unlink()
-    assert run.main(["--collect", *FOLDERS(tmp_path)]) == 0
-    assert before == {path: path.read_bytes() for path in (tmp_path / "results").rglob("*.csv")}
+def test_speed_compares_programs_with_flags_that_are_there():
+    assert {table for table, _, _ in speed.PROGRAMS} == set(speed.STEPS)
+    for _, name, command in speed.PROGRAMS:
+        if not command.startswith("benchmark/peers.py"):
+            script = command.split(".py")[0]
+            assert name.startswith(f"{script}.py")
+            assert {*re.findall(r"--[\w-]+", command)} <= set(yes_and_no(common.arguments(script)))
 
 
-@pytest.mark.parametrize(
-    "damaged, content", [("events", b""), ("events", None), ("run.json", b"{"), ("args.json", b"{"), ("model.pt", b"")]
-)
-def test_damaged_files_of_one_run_replace_no_result_and_stop_no_other(stub, tmp_path, capsys, damaged, content):
-    assert stub("--seeds", "1", "3") == 0
-    before = {path: path.read_bytes() for path in (tmp_path / "results").rglob("*.csv")}
-    folder = tmp_path / "runs" / "stub" / "Env-v0__default__1"
-    (run_folder,) = (folder / "runs").iterdir()
-    torch.save({"global_step": 3000}, run_folder / "model.pt")
-    names = {"events": run_folder / "events.out.tfevents.1", "run.json": folder / "run.json"}
-    path = names.get(damaged, run_folder / damaged)
-    path.write_bytes(path.read_bytes()[:5000] if content is None else content)
-    capsys.readouterr()
-    assert run.main(["--collect", *FOLDERS(tmp_path)]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == "stub/Env-v0__default__3: collected\n"
-    assert captured.err.startswith("failed: stub/Env-v0__default__1: ")
-    assert before == {path: path.read_bytes() for path in (tmp_path / "results").rglob("*.csv")}
+def yes_and_no(flags):
+    return [*flags, *(f"--no-{flag[2:]}" for flag in flags)]
 
 
-def test_a_second_start_repairs_what_was_not_collected_whole(stub, tmp_path, capsys):
-    assert stub("--seeds", "1", "1", "--env-ids", "Env-v0", "Env-v0") == 0
-    curve, row = tmp_path / "results" / "stub" / "Env-v0__default__1.csv", tmp_path / "results" / "runs.csv"
-    before = curve.read_bytes(), row.read_bytes()
-    curve.write_bytes(before[0][:60])
-    row.write_bytes(before[1].splitlines(keepends=True)[0])
-    assert stub("--seeds", "1") == 0
-    assert (curve.read_bytes(), row.read_bytes()) == before
+def test_equal_models_are_told_from_different_ones(tmp_path, capsys):
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", 1.0 + 1e-7)):
+        (tmp_path / name / "run").mkdir(parents=True)
+        model = {"args": name, "seconds": value, "agent": {"weight": torch.tensor([value])}}
+        torch.save(model, tmp_path / name / "run" / "model.pt")
+        (tmp_path / name / "run" / "result.json").write_text('{"episodic_return": [1.0]}')
+        (tmp_path / name / "run" / "starts").write_text("now \nlater checkpoint_9.pt\n")
+    folders = [str(tmp_path / name) for name in "abcd"]
+    assert compare.main(folders[:2]) == 0
+    assert capsys.readouterr().out == "run: the same to the bit; started from nothing, then from checkpoint_9.pt\n"
+    assert compare.main([folders[0], folders[2]]) == compare.main([folders[0], folders[3]]) == 1
+    assert compare.main([folders[3], folders[0]]) == 1  # nothing finished
 
 
-def test_a_process_whose_end_nobody_saw_lasted_until_it_printed_its_last(tmp_path):
-    mine = run.Run("stub", "Env-v0", 1, [], tmp_path)
-    mine.folder.mkdir(parents=True)
-    process = {"started": "2026-01-01T00:00:00+00:00", "seconds": 10.0, "status": None}
-    (mine.folder / "run.json").write_text(json.dumps({"processes": [process]}))
-    (mine.folder / "console.txt").touch()
-    os.utime(mine.folder / "console.txt", (0, 1767225600 + 90))  # a minute and a half after 2026 began
-    assert [process["seconds"] for process in mine.processes()] == [90]
+def test_a_search_space_is_read_as_written():
+    optuna = pytest.importorskip("optuna", reason="the search needs pip install -r benchmark/requirements.txt")
+    import tune
 
-
-def test_the_evaluation_is_no_test(stub, tmp_path):
-    (tmp_path / "events").unlink()
-    writer = SummaryWriter(str(tmp_path / "log2"))
-    for step, won in ((1000, 0.1), (2500, 0.2), (3000, 0.4), (3000, 1.0)):  # the last is the evaluation
-        writer.add_scalar("eval/battle_won_rate", won, step)
-        writer.add_scalar("eval/episodic_return", won, step)
-    writer.close()
-    (events,) = (tmp_path / "log2").iterdir()
-    events.rename(tmp_path / "events")
-    assert stub("--seeds", "1") == 0
-    (row,) = run.read_csv(tmp_path / "results" / "runs.csv")
-    assert (float(row["tests_battle_won_rate"]), float(row["eval_battle_won_rate"])) == (pytest.approx(0.3), 1)
-
-
-@pytest.mark.parametrize("step, finished", [(3000, True), (2999, False)])
-def test_a_model_of_the_last_step_is_a_finished_run(step, finished, tmp_path):
-    mine = run.Run("stub", "Env-v0", 1, [], tmp_path)
-    assert not mine.finished()
-    folder = mine.folder / "runs" / "Env-v0__stub__1__1"
-    folder.mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps({"total_timesteps": 3000}))
-    torch.save({"global_step": step}, folder / "model.pt")
-    assert mine.finished() is finished
-
-
-def test_ctrl_c_reaches_the_runs_and_a_second_start_resumes_them(stub, tmp_path):
-    program = (
-        f"import run, pathlib; run.ROOT = pathlib.Path({str(tmp_path)!r}); raise SystemExit(run.main(run.sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", program, *BASE, *FOLDERS(tmp_path), "--seeds", "1", "3", "4", "--", "--slow"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    consoles = [tmp_path / "runs" / "stub" / f"Env-v0__slow__{seed}" / "console.txt" for seed in (1, 3)]
-    wait_for(lambda: all(path.exists() and "steps" in path.read_text() for path in consoles))
-    assert stub("--seeds", "1", "--", "--slow") == 1, "a run that another process is at is left alone"
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 130 and "goes on" in err and out.count(": interrupted") == 2
-    assert all("interrupted" in path.read_text() for path in consoles)
-    assert not (tmp_path / "runs" / "stub" / "Env-v0__slow__4").exists()
-
-    assert stub("--seeds", "1", "3", "--", "--slow") == 0
-    for path in consoles:
-        assert len(list(path.parent.glob("runs/*"))) == 1
-        processes = json.loads((path.parent / "run.json").read_text())["processes"]
-        assert [each["status"] for each in processes] == [130, 0]
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    trial = optuna.create_study().ask()
+    specs = ["learning_rate=1e-5..1e-3:log", "num_envs=2..4", "clip_coef=0.1,0.2"]
+    names, values = zip(*(tune.suggest(trial, spec).split("=") for spec in specs))
+    assert names == ("--learning-rate", "--num-envs", "--clip-coef")
+    assert 1e-5 <= float(values[0]) <= 1e-3 and values[1] in "234" and values[2] in ("0.1", "0.2")
+    kinds = {name: type(distribution).__name__ for name, distribution in trial.distributions.items()}
+    assert list(kinds.values()) == ["FloatDistribution", "IntDistribution", "CategoricalDistribution"]
+    assert trial.distributions["learning_rate"].log
 
 
 # Tables
 
 
-def make_tables(folder, results, *flags, figures=None):
-    """Run tables.py on a copy of README in `folder`; returns the status."""
-    if not (folder / "README.md").exists():
-        (folder / "README.md").write_text((ROOT / "README.md").read_text())
-    folders = ["--results-folder", str(results), "--figures-folder", str(figures or folder / "figures")]
-    return tables.main(
-        [*folders, "--tables-folder", str(folder / "tables"), "--readme", str(folder / "README.md"), *flags]
-    )
+def test_committed_tables_are_what_the_results_give():
+    files = tables.generate(common.RESULTS)
+    assert {"README.md", "benchmark/README.md", "benchmark/tables/scores.tex"} <= {
+        str(path.relative_to(ROOT)) for path in files
+    }
+    for path, text in files.items():
+        assert path.read_text() == text, "run python benchmark/tables.py"
 
 
-def test_committed_tables_and_readme_are_what_the_results_give(tmp_path):
-    benchmark = ROOT / "benchmark"
-    make_tables(tmp_path, benchmark / "results", figures=benchmark / "figures")
-    for committed in (benchmark / "tables").glob("*"):
-        assert (tmp_path / "tables" / committed.name).read_text() == committed.read_text(), "run benchmark/tables.py"
-    if tables.END in (ROOT / "README.md").read_text():
-        assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text(), "run benchmark/tables.py"
-    assert (benchmark / "tables").exists() or not (benchmark / "results" / "runs.csv").exists()
-
-
-def test_a_misspelt_results_folder_changes_nothing(tmp_path):
-    with pytest.raises(SystemExit):
-        make_tables(tmp_path, tmp_path / "nothing")
-    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
-
-
-def test_tables_without_results_are_empty_and_stable(tmp_path):
-    (tmp_path / "nothing").mkdir()
-    assert make_tables(tmp_path, tmp_path / "nothing") == 0
-    assert make_tables(tmp_path, tmp_path / "nothing", "--check") == 0
-    assert len((tmp_path / "tables" / "scores.md").read_text().splitlines()) == 2
-    before, after = (tmp_path / "README.md").read_text().split(tables.BEGIN)
-    assert after.startswith(f"\n{tables.END}\n") and before in (ROOT / "README.md").read_text()
-
-
-def test_tables_say_what_the_results_say(tmp_path):
+def test_scores_say_what_the_results_say(tmp_path):
     results = make_results(tmp_path, variants=("", "--no-bootstrap-truncation"))
-    assert make_tables(tmp_path, results, "--check") == 1 and not (tmp_path / "tables").exists()
-    assert make_tables(tmp_path, results) == 0
-    assert make_tables(tmp_path, results, "--check") == 0
-    readme, scores = (tmp_path / "README.md").read_text(), (tmp_path / "tables" / "scores.md").read_text()
-    assert scores in readme and readme.count(tables.BEGIN) == readme.count(tables.END) == 1
-    default, variant = scores.splitlines()[2:]
-    cells = [cell.strip() for cell in default.split("|")]
-    assert cells[1:6] == ["ppo_continuous.py", "HalfCheetah-v4", "", "100,000", "5"]
-    assert cells[6].startswith("3,000 [") and cells[7].startswith("3,000 [") and cells[8].startswith("3,300 [")
-    assert cells[9:12] == ["1,443 ± 46", "CleanRL docs (PPO; 3 seeds), 1M steps", "2.0 min"]
-    assert "`--no-bootstrap-truncation`" in variant
-    command = "python benchmark/run.py --scripts ppo_continuous --env-ids HalfCheetah-v4 --seeds 1 2 3 4 5"
-    assert f"{command}\n{command} -- --no-bootstrap-truncation\n" in readme
-
-    (tmp_path / "tables" / "scores.tex").write_text("edited by hand")
-    assert make_tables(tmp_path, results, "--check") == 1
+    references = common.read_table(common.RESULTS / "references.csv")
+    runs = common.read_table(results / "runs.csv")
+    default, variant = tables.score_table(runs, references).to_dict("records")
+    assert (default["steps"], default["seeds"], default["hours"]) == ("100,000", "5", "0.50")
+    assert default["training return"].startswith("3,000 [") and default["IQM"].startswith("3,000 [")
+    assert default["evaluation"].startswith("3,300 [") and default["published"] == "1,443 ± 46"
+    assert default["source"] == "CleanRL docs (PPO; 3 seeds), 1M steps"
+    assert variant["flags"] == "`--no-bootstrap-truncation`"
+    (front,) = tables.front_scores(runs, references).to_dict("records")
+    assert front["score"] == default["training return"] and front["steps"] == "100,000"
 
 
-def test_the_share_of_the_replay_is_what_its_calls_take(monkeypatch):
-    """Priorities that take 150 ms, beside gradient steps of some 20, or 80 where another test runs."""
-    plain = replay.dqn.Replay
+def test_the_front_page_shows_the_longest_runs_and_of_these_the_plainest():
+    def row(variant, steps):
+        return {"script": "a2c_atari", "env_id": common.FRONT["a2c_atari"], "variant": variant, "total_steps": steps}
 
-    def update(self, *inputs):
-        time.sleep(0.15)
-        plain.update(self, *inputs)
-
-    monkeypatch.setattr(replay.FullReplay, "update", update)
-    row = replay.share_of_a_run(2048, steps=192, warmup=96)
-    parts = [row[f"{name}_percent"] for name in ("add", "sample", "update")]
-    assert 40 < parts[2] < 100 and 0 < max(parts[:2]) < 20
-    assert row["sum_percent"] == pytest.approx(sum(parts), abs=0.02)
-    assert replay.dqn.Replay is plain
+    rows = [row("--total-timesteps 9", "9"), row("--gamma 0.9 --total-timesteps 20", "20")]
+    rows += [row("--total-timesteps 20", "20"), row("", "10")]
+    assert common.front(pd.DataFrame(rows))["a2c_atari"].variant.tolist() == ["--total-timesteps 20"]
 
 
 def test_speed_table_takes_the_newest_whole_rounds():
-    def row(date, name, speed):
-        fixed = {"script": "stub", "steps": "1000", "wall_seconds": "10", "peak_mb": "500", "machine": "M, Python 3"}
-        return {"date": date, "name": name, "steps_per_second": str(speed), **fixed}
+    def row(date, name, steps_per_second):
+        fixed = {"script": "ppo_continuous", "steps": "1000", "wall_seconds": "10", "peak_mb": "500", "machine": "M, 3"}
+        return {"date": date, "name": name, "steps_per_second": str(steps_per_second), **fixed}
 
-    today = [row("2", name, speed) for name, speed in zip(["peer", "ours"] * 3, [100, 300, 200, 400, 100, 500])]
-    measured = [row("1", "peer", 1), row("1", "ours", 9), *today, row("2", "peer", 7)]
-    (newest,) = tables.speed_tables(measured)
-    assert [line[1:6] for line in newest] == [
-        ["peer", "1,000", "3", "100", "1.00"],
-        ["ours", "1,000", "3", "400", "3.00 (2.00 to 5.00)"],
-    ]
-    older = [row("0", "peer", 50), row("0", "other", 25)]  # the only one with this program
-    assert tables.speed_tables(older + measured)[0] == newest
-    assert [line[1:6] for line in tables.speed_tables(older + measured)[1]] == [
-        ["peer", "1,000", "1", "50", "1.00"],
-        ["other", "1,000", "1", "25", "0.50"],
-    ]
-    # Of another machine: it replaces what a speed.py that wrote no commit measured of the same programs anywhere
-    by_turns = [line | {"machine": "N, Python 3", "commit": "c0ffee"} for line in today]
-    shown = tables.speed_tables(older + measured + by_turns)
-    assert [[line[1] for line in table] for table in shown] == [["peer", "other"], ["peer", "ours"]]
-    assert shown[1][0][8] == "N, Python 3, commit c0ffee"
-    with_commits = [line | {"commit": "decaf"} for line in measured]
-    assert len(tables.speed_tables(with_commits + by_turns)) == 2  # one of each machine
-
-
-def test_scores_name_the_speed_of_the_program_with_the_same_flags():
-    def table(script, rounds, **speeds):
-        names = {"peer": "Peer"} | {"ours": "s.py", "compiled": "s.py --compile", "both": "s.py --bf16 --compile"}
-        return [
-            [script, names[name], "9", str(rounds), str(v), f"{v / 100:.2f} (1 to 9)"] for name, v in speeds.items()
-        ]
-
-    measured = [table("s", 1, peer=100, ours=111), table("s", 3, peer=100, ours=200, compiled=300, both=400)]
-    measured += [
-        table("s_map", 1, peer=50, ours=500),
-        table("t", 9, peer=1, ours=999),
-        table("s", 2, peer=100, ours=222),
-    ]
-    for env_id, variant, expected in (
-        ("env", "", "200 (2.00 times Peer)"),
-        ("env", "--seed 3 --compile", "300 (3.00 times Peer)"),
-        ("env", "--compile --checkpoint-interval 1 --bf16", "400 (4.00 times Peer)"),
-        ("env", "--compile --torch-threads 1", "300 (3.00 times Peer, with 2 torch threads)"),
-        ("env", "--bf16", ""),  # not measured
-        ("env", "--compile --x 1", ""),
-    ):
-        assert tables.speed_of("s", env_id, variant, measured) == expected
-    assert tables.speed_of("s", "map", "", measured[2:4]) == "500 (5.00 times Peer)"
-    assert tables.speed_of("s", "other", "", measured[2:4]) == ""
-
-
-def test_speed_of_another_number_of_workers_is_not_taken_and_another_game_is_named():
-    rows = (("P", "1"), ("a3c_atari.py, 2 workers", "2"))
-    measured = [[["a3c_atari", name, "9", "1", each, "1"] for name, each in rows]]
-    for env_id, where in (("PongDeterministic-v4", ""), ("PongNoFrameskip-v4", ", on PongDeterministic-v4")):
-        flags = "--num-workers 2 --total-timesteps 9"
-        assert tables.speed_of("a3c_atari", env_id, flags, measured) == f"2 (1 times P{where})"
-    assert tables.speed_of("a3c_atari", "PongDeterministic-v4", "--num-workers 4", measured) == ""
+    names = ["Peer", "ppo_continuous.py", "Slow peer", "its own Peer"]
+    today = [row("2", n, v) for n, v in zip(names * 3, [100, 300, 50, 600, 200, 400, 50, 800, 100, 500, 50, 1000])]
+    measured = pd.DataFrame([row("1", names[0], 1), row("1", names[1], 9), *today, row("2", names[0], 7)])
+    (rows,) = tables.newest_rounds(measured).values()
+    table = tables.speed_table(rows)
+    assert table.program.tolist() == names and table.rounds.tolist() == ["3"] * 4
+    assert table["steps/s"].tolist() == ["100", "400", "50", "800"]
+    assert table.ratio.tolist()[1] == "3.00 (2.00 to 5.00)"
+    front = tables.front_speed(measured)
+    assert front["fastest peer"].tolist() == ["Peer: 100", "its own Peer: 800"]
+    assert front["times as fast"].tolist() == ["3.00 (2.00 to 5.00)", "0.50 (0.50 to 0.50)"]
 
 
 def test_a_setting_has_no_lengths_and_no_defaults():
-    assert plot.setting("qmix_smac", "--total-timesteps 500 --mixer qmix") == ""
-    assert plot.setting("qmix_smac", "--mixer vdn --total-timesteps 500 --gamma 0.98") == "--gamma 0.98 --mixer vdn"
-    assert plot.setting("ppo_continuous", "--log-std-init -1 --num-envs 1") == "--log-std-init -1"
-    assert plot.setting("ppo_continuous", "--num-envs 8 --compile") == "--compile --num-envs 8"
+    assert common.setting("qmix_smac", "--total-timesteps 500 --mixer qmix") == ""
+    assert common.setting("qmix_smac", "--mixer vdn --total-timesteps 500 --gamma 0.98") == "--gamma 0.98 --mixer vdn"
+    assert common.setting("ppo_continuous", "--log-std-init -1 --num-envs 1") == "--log-std-init -1"
 
 
-@pytest.mark.parametrize("word, chosen", [("s.py", ["s.py"]), ("bf16", ["s.py --bf16", "s.py --bf16 --compile"])])
-def test_a_whole_name_of_a_program_is_that_program_only(word, chosen, monkeypatch, tmp_path):
-    names, run_ = ["Peer", "s.py", "s.py --bf16", "s.py --bf16 --compile"], []
-    monkeypatch.setitem(speed.ROWS, "s", (10, 1, 100, {name: name for name in names}))
-    monkeypatch.setattr(speed, "RESULTS", tmp_path / "speed.csv")
-    measured = {"steps_per_second": 1.0, "wall_seconds": 1.0, "peak_mb": 1}
-    monkeypatch.setattr(speed, "measure", lambda commands, warmup: run_.extend(commands) or [measured] * len(commands))
-    monkeypatch.setattr(sys, "argv", ["speed.py", "--scripts", "s", "--repeats", "1", "--programs", "Peer", word])
-    speed.main()
-    assert run_ == ["Peer", *chosen]
+def test_a_variant_is_what_differs_from_the_defaults():
+    values = dataclasses.asdict(importlib.import_module("ppo_continuous").Args())
+    assert common.variant("ppo_continuous", values) == ""
+    values |= {"seed": 7, "run_folder": "x", "norm_adv": False, "compile": True, "gamma": 0.9, "target_kl": 0.02}
+    assert common.variant("ppo_continuous", values) == "--gamma 0.9 --no-norm-adv --target-kl 0.02 --compile"
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous", "a2c_atari"])
+def test_hyperparameters_are_the_defaults(script):
+    rows = tables.hyperparameter_table(script).set_index("argument").to_dict("index")
+    words = {True: "yes", False: "no", None: "none"}
+    for argument in dataclasses.fields(importlib.import_module(script).Args):
+        if argument.name not in common.NO_HYPERPARAMETERS:
+            row = rows.pop("--" + argument.name.replace("_", "-"))
+            assert row["meaning"]
+            if type(argument.default) in (int, float):
+                assert float(row["default"].replace(",", "")) == argument.default
+            else:
+                assert row["default"] == words.get(argument.default, argument.default)
+    assert not rows
+
+
+def test_latex_is_well_formed():
+    cells = ["x_y 50% #1 {^~}", "1,443 ± 46", "-4.5 and 1e-5", "`--flag -1`"]
+    text = tables.latex(pd.DataFrame([cells], columns=["a", "b", "meaning", "d"]))
+    assert text.count(r"\toprule") == text.count(r"\midrule") == text.count(r"\bottomrule") == 1
+    (row,) = [line for line in text.splitlines() if "1,443" in line]
+    assert len(re.findall(r"(?<!\\)&", row)) == 3 and row.endswith(r"\\")
+    assert r"1,443 $\pm$ 46" in row and r"$-$4.5 and $1 \times 10^{-5}$" in row and r"-{}-flag $-$1" in row
+    assert r"\_" in row and r"\%" in row and r"\#" in row and r"\{" in row
+
+
+def test_references_name_their_sources():
+    for row in common.read_table(common.RESULTS / "references.csv").to_dict("records"):
+        assert (ROOT / f"{row['script']}.py").exists()
+        assert row["env_id"] and float(row["score"]) and int(row["steps"]) and row["source"]
+        assert not row["spread"] or float(row["spread"]) > 0
+
+
+def test_numbers_in_the_text_are_in_the_tables():
+    text = (ROOT / "benchmark" / "README.md").read_text()
+    said = text.split("What they show:")[1].split("## ")[0]
+    said = re.sub(r"\[[^]]*\]\([^)]*\)|`[^`]*`|\d+M\b", "", said)
+    numbers = r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?!\w)"
+    assert len(found := re.findall(numbers, said)) > 15
+    cells = "".join(re.findall(r"^\|.*\|$", text, re.M))
+    assert not set(found) - set(re.findall(numbers, cells)) - {"1", "3"}  # the deviation, the map 3m
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmark/README.md"])
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
+    assert len(links) > 5
+    for link in links:
+        assert link.startswith("https://") or (ROOT / page).parent.joinpath(link).exists(), f"{page} names {link}"
+
+
+# Figures
+
+
+def test_figures_are_the_same_each_time_and_fit_for_a_paper(tmp_path):
+    results = make_results(tmp_path, seeds=range(1, 4), variants=("", "--no-bootstrap-truncation"))
+    contents = []
+    for name in ("first", "second"):
+        plot.main(["--results", str(results), "--figures", str(tmp_path / name)])
+        contents.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert contents[0] == contents[1]
+    assert set(contents[0]) == {f"{name}.{kind}" for name in ("ppo_continuous", "overview") for kind in ("pdf", "png")}
+    pdf = contents[0]["ppo_continuous.pdf"]
+    assert b"/FontFile2" in pdf and b"/Type3" not in pdf, "fonts are embedded as TrueType"
+    assert b"CreationDate" not in pdf
+
+
+def test_a_figure_shows_the_seeds_their_centre_and_the_published_score(tmp_path):
+    figure = plot.draw("ppo_continuous", make_results(tmp_path, seeds=[1, 2, 3]))
+    (axes,) = figure.axes
+    ends = sorted(line.get_ydata()[-1] for line in axes.lines if len(line.get_ydata()) > 2)
+    assert ends == pytest.approx([985, 1970, 1970, 2955])  # bins of four points; the mean lies on the second seed
+    assert [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"] == [1442.64]
+    assert axes.get_title() == "HalfCheetah-v4" and axes.get_xlabel() == "agent steps"
+
+
+def legend_of(tmp_path, variants):
+    (legend,) = plot.draw("ppo_continuous", make_results(tmp_path, seeds=[1], variants=variants)).legends
+    return [text.get_text().split(":")[0] for text in legend.get_texts()], legend.get_lines()
+
+
+def test_runs_of_another_length_share_the_colour_and_no_two_variants_look_alike(tmp_path):
+    lengths = ("--total-timesteps 100 --x 1", "--x 1 --total-timesteps 200", "--total-timesteps 300")
+    others = tuple(f"--gamma 0.{i}" for i in range(1, 9))  # with the two settings above more than there are colours
+    names, lines = legend_of(tmp_path, ("", *lengths, *others))
+    assert names == ["defaults", *others, "--x 1", "published"]
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines)
+
+
+def test_flags_that_all_runs_of_a_figure_have_are_named_once(tmp_path):
+    names, _ = legend_of(tmp_path, ("--gamma 0.9 --num-envs 8", "--num-envs 8", "--num-envs 8 --gamma 0.9 --compile"))
+    assert names == ["defaults", "--compile --gamma 0.9", "--gamma 0.9", "published", "all runs with --num-envs 8"]
+
+
+# Speed
 
 
 def test_programs_that_run_by_turns_are_measured_by_their_own_time(monkeypatch, tmp_path):
@@ -472,114 +390,8 @@ for step in range(int(sys.argv[1])):
         speed.measure(["busy.py 100000 20", "busy.py x"], warmup=25, turn=0.1)
 
 
-@pytest.mark.parametrize("script", SMALL)
-def test_hyperparameters_are_the_defaults(script):
-    rows = {row[0]: row[1] for row in tables.hyperparameter_rows(ROOT / f"{script}.py")}
-    words = {True: "yes", False: "no", None: "none"}
-    for argument in dataclasses.fields(importlib.import_module(script).Args):
-        if argument.name not in tables.NO_HYPERPARAMETERS.split():
-            text = rows.pop("--" + argument.name.replace("_", "-"))
-            if type(argument.default) in (int, float):
-                assert float(text.replace(",", "")) == argument.default
-            else:
-                assert text == words.get(argument.default, argument.default)
-    assert not rows
-
-
-def test_latex_is_well_formed(tmp_path):
-    make_tables(tmp_path, make_results(tmp_path, variants=("", "--x_y 50% #1 {^~}")))
-    files = list((tmp_path / "tables").glob("*.tex"))
-    assert {"scores.tex", "speed.tex", "hyperparameters_ppo_continuous.tex"} <= {path.name for path in files}
-    for path in files:
-        text = path.read_text()
-        plain = re.sub(r"\\.", "", text)
-        depths = np.cumsum([{"{": 1, "}": -1}.get(character, 0) for character in plain])
-        assert depths[-1] == 0 and depths.min() >= 0 and plain.count("$") % 2 == 0
-        (columns,) = re.findall(r"\\begin{tabular}{(.*)}", text)
-        columns = len(re.sub(r"p{.*?}", "p", columns.replace(r"{0.6\linewidth}", "{}")))
-        rows = [line for line in text.splitlines() if line.endswith(r"\\")]
-        assert rows and all(len(re.findall(r"(?<!\\)&", row)) == columns - 1 for row in rows)
-        assert [text.count(rf"\{rule}rule") for rule in ("top", "mid", "bottom")] == [1, 1, 1]
-        assert not re.search(r"[#_^~]|%(?! needs)", re.sub(r"\$.*?\$", "", plain))
-
-
-def test_references_name_their_sources():
-    for row in run.read_csv(ROOT / "benchmark" / "references.csv"):
-        assert (ROOT / f"{row['script']}.py").exists() or row["script"] in ("a3c_atari", "dqn_per_atari", "qmix_smac")
-        assert row["env_id"] and float(row["score"]) and int(row["steps"]) and row["source"]
-        assert not row["spread"] or float(row["spread"]) > 0
-
-
-def test_numbers_in_the_text_of_readme_are_in_the_results():
-    """What README says beside its tables: of HalfCheetah's defaults, and in the list of what the runs show."""
-    text = (ROOT / "README.md").read_text().split(tables.BEGIN)[0]
-    parts = re.search(r"The defaults of `ppo_continuous.py`.*?\n\n", text, re.S)[0], text.split("What they show")[1]
-    said = re.sub(r"near [\d,]+|1e-38|\[[^]]*\]\([^)]*\)", "", "".join(parts))  # a plateau has no one number; nor links
-    known = "".join((ROOT / "benchmark/tables" / name).read_text() for name in ("scores.md", "speed.md"))
-    with open(ROOT / "benchmark/results/tricks.csv") as file:
-        known += "".join(f" {float(row['median_us']) / 1000:.1f}" for row in csv.DictReader(file))  # in ms
-    with open(ROOT / "benchmark/results/frozen_or_fresh.csv") as file:
-        rows = [row for row in csv.DictReader(file) if not row["variant"]]
-    for env_id in {row["env_id"] for row in rows}:
-        for key in ("frozen", "fresh"):
-            mean = np.mean([float(row[key]) for row in rows if row["env_id"] == env_id])
-            known += f" {mean:,.0f}"
-    numbers = r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?"
-    assert len(found := re.findall(numbers, said)) > 15
-    assert not set(found) - set(re.findall(numbers, known))
-
-
-# Figures
-
-
-def test_figures_that_readme_names_exist():
-    for link in re.findall(r"\]\((benchmark/[^)]+)\)", (ROOT / "README.md").read_text()):
-        assert (ROOT / link).exists(), f"README names {link}"
-
-
-def test_figures_are_the_same_each_time_and_fit_for_a_paper(tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install -r benchmark/requirements.txt")
-    results = make_results(tmp_path, seeds=range(1, 4), variants=("", "--no-bootstrap-truncation"))
-    contents = []
-    for name in ("first", "second"):
-        plot.main(["--results-folder", str(results), "--figures-folder", str(tmp_path / name)])
-        contents.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
-    assert contents[0] == contents[1]
-    assert set(contents[0]) == {f"ppo_continuous.{suffix}" for suffix in ("pdf", "svg", "png")}
-    pdf, svg = contents[0]["ppo_continuous.pdf"], contents[0]["ppo_continuous.svg"].decode()
-    assert b"/FontFile2" in pdf and b"/Type3" not in pdf, "fonts are embedded as TrueType"
-    assert b"CreationDate" not in pdf and "<dc:date>" not in svg
-    for text in ("HalfCheetah-v4", "agent steps", "defaults: mean, 95 % interval, 3 seeds", "published: CleanRL docs"):
-        assert f"<!-- {text}" in svg
-    for colour in plot.COLOURS[:2]:
-        assert colour.lower() in svg
-
-
-def test_runs_of_another_length_share_the_colour_and_no_two_variants_look_alike(tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install -r benchmark/requirements.txt")
-    lengths = (
-        "--total-timesteps 100 --seed-offset 1",
-        "--seed-offset 1 --total-timesteps 200",
-        "--total-timesteps 300",
-    )
-    others = tuple(f"--gamma 0.{i}" for i in range(1, 9))  # with the two settings above more than there are colours
-    results = make_results(tmp_path, seeds=[1], variants=("", *lengths, *others))
-    (legend,) = plot.draw("ppo_continuous", results, 2, plot.TAG, 100).legends
-    names = [text.get_text().split(":")[0] for text in legend.get_texts()]
-    looks = [(line.get_color(), line.get_linestyle()) for line in legend.get_lines()]
-    assert names == ["defaults", *others, "--seed-offset 1", "published"]
-    assert len(set(looks)) == len(looks)
-
-
-def test_flags_that_all_runs_of_a_figure_have_are_named_once(tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install -r benchmark/requirements.txt")
-    variants = ("--gamma 0.9 --num-envs 8", "--num-envs 8", "--num-envs 8 --gamma 0.9 --compile")
-    (legend,) = plot.draw(
-        "ppo_continuous", make_results(tmp_path, seeds=[1], variants=variants), 2, plot.TAG, 100
-    ).legends
-    names = [text.get_text().split(":")[0] for text in legend.get_texts()]
-    assert names == ["defaults", "--compile --gamma 0.9", "--gamma 0.9", "published", "all runs with --num-envs 8"]
-    (tmp_path / "alone").mkdir()
-    results = make_results(tmp_path / "alone", seeds=[1], variants=("--num-envs 8",))
-    (legend,) = plot.draw("ppo_continuous", results, 2, plot.TAG, 100).legends
-    assert [text.get_text().split(":")[0] for text in legend.get_texts()] == ["--num-envs 8", "published"]
+def test_steps_and_clock_of_our_scripts_are_read_from_their_log(finished, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "one").symlink_to(finished / "1")
+    points = speed.read_points(tmp_path)
+    assert points[-1][0] == 1984 and all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))

@@ -1,7 +1,7 @@
 """The mathematics of dqn_per_atari.py: against definitions and plain re-computations, on toys, and on real games.
 
-A `Ledger` writes down everything that happens in some games in the plainest way, whole stacks and all. What a replay of
-single frames gives back is compared with it, bit by bit.
+A `Ledger` writes down everything that happens in some environments in the plainest way, whole stacks and all. What a
+replay of single frames gives back is compared with it, bit by bit.
 """
 
 import copy
@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +19,17 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import Run, checkpoints, copy_run, files_below, load, run_folder_in, scalars
-from test_resume import assert_identical, curves, kill_in
+from conftest import (
+    Run,
+    assert_identical,
+    checkpoints,
+    copy_run,
+    files_below,
+    kill_in,
+    load,
+    run_folder_in,
+    scalars,
+)
 
 import dqn_per_atari as dqn
 
@@ -49,7 +59,7 @@ def test_tree_is_cumsum_and_searchsorted(size):
         tree.set(where, values)
         for leaf, value in zip(where, values):  # of a leaf named twice the last value stays
             leaves[leaf] = value
-        np.testing.assert_array_equal(tree[np.arange(size)], leaves)
+        np.testing.assert_array_equal(tree.leaves, leaves)
         cumulated = np.cumsum(leaves)
         assert tree.nodes[1] == cumulated[-1]
         if tree.nodes[1]:
@@ -58,8 +68,7 @@ def test_tree_is_cumsum_and_searchsorted(size):
         if k % 100 == 0:
             tree.set(np.arange(size), 0.0)
             leaves[:] = 0
-            with pytest.raises(ValueError, match="nothing can be drawn"):
-                tree.sample(3, rng)
+            assert (tree.nodes == 0).all()
 
 
 def test_sums_do_not_drift():
@@ -67,9 +76,9 @@ def test_sums_do_not_drift():
     for _ in range(5000):
         tree.set(rng.integers(1000, size=32), 10 ** rng.uniform(-9, 3, 32))
     rebuilt = dqn.SumTree(1000)
-    rebuilt.set(np.arange(1000), tree[np.arange(1000)])
+    rebuilt.set(np.arange(1000), tree.leaves)
     np.testing.assert_array_equal(tree.nodes, rebuilt.nodes)  # to the last bit: the sums depend on the leaves only
-    assert tree.nodes[1] == pytest.approx(tree[np.arange(1000)].sum(), rel=1e-14)
+    assert tree.nodes[1] == pytest.approx(tree.leaves.sum(), rel=1e-14)
 
 
 def test_no_leaf_of_zero_is_ever_drawn():
@@ -79,7 +88,7 @@ def test_no_leaf_of_zero_is_ever_drawn():
         tree, filled = dqn.SumTree(200), rng.integers(1, 150)
         tree.set(np.arange(filled), rng.random(filled) * (rng.random(filled) < 0.7) + 1e-9 * (np.arange(filled) == 0))
         draws = np.array([0.0, np.nextafter(tree.nodes[1], 0), tree.nodes[1], *rng.random(20) * tree.nodes[1]])
-        assert (tree[tree.find(draws)] > 0).all()
+        assert (tree.leaves[tree.find(draws)] > 0).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
@@ -88,18 +97,25 @@ def test_what_is_no_priority_is_refused_and_changes_nothing(value):
     tree.set(np.arange(5), np.ones(5))
     with pytest.raises(FloatingPointError, match="not finite"):
         tree.set(np.arange(3), np.array([2.0, value, 2.0]))
-    assert tree.nodes[1] == 5 and (tree[np.arange(5)] == 1).all()
+    assert tree.nodes[1] == 5 and (tree.leaves == 1).all()
+
+
+def replay_with_priorities(leaves):
+    """A replay of one row per leaf, in which only the priorities matter."""
+    replay = make_replay(1, len(leaves))
+    replay.tree.set(np.arange(len(leaves)), leaves)
+    return replay
 
 
 @pytest.mark.parametrize("stratified", [True, False])
 def test_sampled_frequencies_are_the_probabilities(stratified):
-    rng, tree, draws = np.random.default_rng(0), dqn.SumTree(77), 200_000
+    rng, draws = np.random.default_rng(0), 80_000
     values = rng.random(77) ** 3 * (rng.random(77) < 0.8)
-    tree.set(np.arange(77), values)
+    replay = replay_with_priorities(values)
     if stratified:
-        drawn = np.concatenate([tree.sample(40, rng) for _ in range(draws // 40)])
+        drawn = np.concatenate([replay.sample(40, 0.5, rng)[0] for _ in range(draws // 40)])
     else:
-        drawn = tree.find(rng.random(draws) * tree.nodes[1])
+        drawn = replay.tree.find(rng.random(draws) * replay.tree.nodes[1])
     expected = draws * values / values.sum()
     counts = np.bincount(drawn, minlength=77)
     assert (counts[expected == 0] == 0).all()
@@ -111,9 +127,13 @@ def test_sampled_frequencies_are_the_probabilities(stratified):
 
 
 def test_each_part_of_the_total_gives_one_draw():
-    tree = dqn.SumTree(32)
-    tree.set(np.arange(32), np.ones(32))
-    np.testing.assert_array_equal(tree.sample(32, np.random.default_rng(0)), np.arange(32))
+    rows, _ = replay_with_priorities(np.ones(32)).sample(32, 0.5, np.random.default_rng(0))
+    np.testing.assert_array_equal(rows, np.arange(32))
+
+
+def test_nothing_is_drawn_from_an_empty_replay():
+    with pytest.raises(ValueError, match="nothing can be drawn"):
+        make_replay().sample(3, 0.5, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
@@ -127,78 +147,81 @@ def test_weights_are_the_papers(beta):
 # The replay against a ledger
 
 
-def make_replay(num_envs=3, rows=40, device="cpu", **options):
-    return dqn.Replay(dqn.Args(num_envs=num_envs, buffer_size=num_envs * rows, **options), device)
+def make_replay(num_envs=3, rows=40, **options):
+    return dqn.Replay(dqn.Args(num_envs=num_envs, buffer_size=num_envs * rows, learning_starts=1, **options))
 
 
 class Ledger:
-    """What happened in the games beside a replay: for each row that was ever written a transition, or None."""
+    """What happened in the environments beside a replay: for each one the list of its transitions, stacks and all."""
 
     def __init__(self, replay):
-        self.replay, self.streams, self.drawn = replay, [[] for _ in replay.games], set()
-        self.at_cut = self.at_life = self.at_truncation = 0
-        self.late = None  # rows whose priorities arrive when the games have gone on
+        self.replay, self.streams, self.drawn = replay, [[] for _ in range(replay.N)], set()
+        self.at_life = self.at_end = self.cut_off = 0
 
-    def step(self, obs, actions, rewards, terminations, truncations, over, after, final):
-        """One step: whole stacks (N, 4, 84, 84) before and after it; where a game is over, `final` is after it."""
-        self.replay.add(obs[:, -1], actions, rewards, terminations, truncations)
-        if over.any():
-            self.replay.end(np.flatnonzero(over), final[over, -1])
+    def step(self, obs, columns, successors, ended):
+        """One step: what `Replay.add` takes, and whole stacks (N, 4, 84, 84) before and after it, not of a reset."""
+        self.replay.add(*columns)
+        _, _, actions, rewards, terminations, truncations = columns
         for i, stream in enumerate(self.streams):
-            next_obs = final[i] if over[i] else after[i]
-            ends = {"terminated": bool(terminations[i]), "truncated": bool(truncations[i]), "over": bool(over[i])}
-            stream.append({"obs": obs[i].copy(), "next_obs": next_obs.copy(), "action": actions[i]} | ends)
-            stream[-1]["reward"] = rewards[i]
-            if over[i]:
-                stream.append(None)  # a row for the last observation
+            stream.append({"obs": obs[i].copy(), "next_obs": successors[i].copy(), "action": actions[i]})
+            stream[-1] |= {"reward": rewards[i], "terminated": terminations[i], "over": ended[i]}
+            stream[-1]["truncated"] = truncations[i] and not terminations[i]
 
-    def cut(self, obs):
-        self.replay.cut(obs[:, -1])
+    def truncate(self):
+        """All episodes end here."""
+        self.replay.truncate()
         for stream in self.streams:
-            if stream[-1] is not None:
-                stream[-1] |= {"truncated": True, "over": True}
-                stream.append(None)
+            if stream:
+                stream[-1] |= {"truncated": not stream[-1]["terminated"], "over": True}
 
     def can_be_drawn(self):
-        """{row: (stream, place)} of the transitions all of whose frames the rings still hold."""
-        found, n, N = {}, self.replay.args.n_step, len(self.streams)
-        length = self.replay.rows // N
+        """{row: (stream, place)} of the transitions whose frames the replay holds and whose return is known."""
+        found, n, N = {}, self.replay.n, self.replay.N
+        length, self.cut_off = self.replay.size // N, 0
         for i, stream in enumerate(self.streams):
-            for place in range(max(0, len(stream) - length), len(stream)):
-                all_there = place + n < len(stream) or any(s is None for s in stream[place : place + n + 1])
-                lost = place < len(stream) - length + 3
-                if stream[place] and all_there and not lost:
+            for place in range(max(0, len(stream) - length + 3), len(stream) - n):  # 3 have lost a frame, n wait
+                ends = [s["terminated"] for s in stream[place : place + n] if s["terminated"] or s["truncated"]]
+                if ends and not ends[0]:
+                    self.cut_off += 1
+                else:
                     found[place % length * N + i] = i, place
         return found
 
-    def check(self, size, rng, device="cpu"):
-        """Draw once and compare."""
-        args, found = self.replay.args, self.can_be_drawn()
-        if self.late is not None:
-            self.replay.update(self.late, torch.from_numpy(rng.normal(size=len(self.late))))
-        drawable = np.flatnonzero(self.replay.tree[np.arange(self.replay.rows)])
-        assert drawable.tolist() == sorted(found)
+    def check(self, size, rng):
+        """Draw once and compare, then set the priorities of what was drawn."""
+        found, n, gamma = self.can_be_drawn(), self.replay.n, self.replay.gamma
+        assert np.flatnonzero(self.replay.tree.leaves).tolist() == sorted(found)
         if not found:
             return
-        rows, (pixels, actions, returns, discounts, _) = self.replay.sample(size, 0.5, rng, device)
-        self.late = rows
-        assert pixels.dtype == torch.uint8 and pixels.device.type == torch.device(device).type
+        rows, (obs, actions, returns, discounts, next_obs, _) = self.replay.sample(size, 0.5, rng)
+        assert obs.dtype == next_obs.dtype == np.uint8
         for b, row in enumerate(rows.tolist()):
             i, place = found[row]
             self.drawn.add((i, place))
             expected, R = self.streams[i][place], 0.0
-            for k in range(args.n_step):
+            for k in range(n):
                 last = self.streams[i][place + k]
-                R += args.gamma**k * last["reward"]
-                if last["terminated"] or last["truncated"]:
+                R += gamma**k * last["reward"]
+                if last["terminated"]:
                     break
-            np.testing.assert_array_equal(pixels[b, :4].cpu(), expected["obs"])
-            np.testing.assert_array_equal(pixels[b, 4:].cpu(), last["next_obs"])
+            np.testing.assert_array_equal(obs[b], expected["obs"])
             assert actions[b] == expected["action"]
-            assert returns[b].item() == pytest.approx(R, abs=1e-6)
-            assert discounts[b].item() == pytest.approx(0 if last["terminated"] else args.gamma ** (k + 1))
-            self.at_life += last["terminated"] and not last["over"]
-            self.at_truncation += last["truncated"] and not last["terminated"]
+            assert returns[b] == pytest.approx(R, abs=1e-6)
+            assert discounts[b] == pytest.approx(0 if last["terminated"] else gamma**n)
+            if not last["terminated"]:
+                np.testing.assert_array_equal(next_obs[b], last["next_obs"])
+            self.at_life += bool(last["terminated"] and not last["over"])
+            self.at_end += bool(last["terminated"] and last["over"])
+        self.replay.update(rows, rng.normal(size=size))
+        assert np.flatnonzero(self.replay.tree.leaves).tolist() == sorted(found)
+
+
+def random_step(envs, obs, rng):
+    """One step with random actions: what `Replay.add` takes; then the next observations, and those before any reset."""
+    frames, ages = obs[:, -1], np.minimum(envs.lengths, 3)
+    actions = np.where(envs.fire, envs.fire_action or 0, rng.integers(envs.num_actions, size=len(obs)))
+    next_obs, successors, rewards, terminations, truncations = envs.step(actions)
+    return (frames, ages, actions, rewards, terminations, truncations), next_obs, successors
 
 
 @pytest.mark.parametrize(
@@ -206,92 +229,92 @@ class Ledger:
     [("BreakoutNoFrameskip-v4", 1, 150, 400), ("ALE/Pong-v5", 1, 100, 300), ("BreakoutNoFrameskip-v4", 4, 61, 500)],
 )
 def test_stacks_are_the_environments(monkeypatch, env_id, n_step, rows, frames):
-    """Rings that wrap several times; games that end, are truncated, lose lives, and are cut off for checkpoints."""
+    """A memory that wraps several times; episodes that end, are truncated, lose lives, and end at checkpoints."""
     make = dqn.AtariVectorEnv
     monkeypatch.setattr(dqn, "AtariVectorEnv", lambda **kw: make(**kw | {"max_num_frames_per_episode": frames}))
     ledger, rng = Ledger(make_replay(3, rows, n_step=n_step)), np.random.default_rng(0)
-    games = dqn.Games(dqn.make_envs(dqn.Args(env_id=env_id, env_threads=1), 3))
-    obs, cuts, ends = games.reset([1, 2, 3]), 0, 0
+    envs = dqn.AtariEnvs(dqn.Args(env_id=env_id, env_threads=1), 3, Path())
+    obs, checkpoints, ends, cut_off, terminated = envs.reset(0), 0, 0, 0, 0
     for t in range(1, 400):
-        actions = rng.integers(games.envs.single_action_space.n, size=3)
-        games.press_fire(actions)
-        after, rewards, terminations, truncations, over, final, _ = games.step(actions)
-        ledger.step(obs, actions, np.sign(rewards), terminations, truncations, over, after, final)
-        obs, ends = after, ends + over.sum()
+        columns, next_obs, successors = random_step(envs, obs, rng)
+        ended, terminations = envs.lengths == 0, columns[-2]
+        ledger.step(obs, columns, successors, ended)
+        obs, ends, terminated = next_obs, ends + ended.sum(), terminated + (ended & terminations).sum()
         if t % 140 == 0:
-            ledger.cut(obs)
-            obs, cuts = games.reset([t, t + 1, t + 2]), cuts + 1
+            ledger.truncate()
+            obs, checkpoints = envs.reset(t), checkpoints + 1
         if t % 3 == 0:
             ledger.check(32, rng)
-    assert len(ledger.streams[0]) > 2.5 * rows and cuts == 2 and ends > 3
-    assert len(ledger.drawn) > 1000 and ledger.at_truncation > 30
-    assert (ledger.at_life > 30) == ("Breakout" in env_id)
+            cut_off += ledger.cut_off
+    assert len(ledger.streams[0]) > 2.5 * rows and checkpoints == 2 and ends > 3
+    assert len(ledger.drawn) > 800 and cut_off > 50
+    assert (ledger.at_life > 30) == ("Breakout" in env_id) and (ledger.at_end > 0) == (terminated > 0)
 
 
-def play_random_frames(ledger, steps, rng, device="cpu", check=2):
-    """Games of a few steps with frames of noise, ended in every way: a life lost, the last one, a time limit, both."""
-    N = len(ledger.streams)
-    obs = np.zeros((N, 4, 84, 84), np.uint8)
+def play_random_frames(ledger, steps, rng, check=2):
+    """Episodes of a few steps with frames of noise, ended in every way: a life lost, the last one, a time limit."""
+    N = ledger.replay.N
+    obs, ages = np.zeros((N, 4, 84, 84), np.uint8), np.zeros(N, int)
     obs[:, -1] = rng.integers(256, size=(N, 84, 84))
     for t in range(steps):
-        after = np.roll(obs, -1, axis=1)
-        after[:, -1] = rng.integers(256, size=(N, 84, 84))
-        final, dice = after.copy(), rng.random(N)
-        truncations, over = dice < 0.08, dice < 0.16
+        successors = np.roll(obs, -1, axis=1)
+        successors[:, -1] = rng.integers(256, size=(N, 84, 84))
+        dice = rng.random(N)
+        truncations, ended = dice < 0.08, dice < 0.16
         terminations = (dice > 0.04) & (dice < 0.28)
-        after[over, :3] = 0
-        ledger.step(obs, rng.integers(9, size=N), rng.integers(-1, 2, N), terminations, truncations, over, after, final)
-        obs = after
+        actions, rewards = rng.integers(9, size=N), rng.integers(-1, 2, N)
+        columns = obs[:, -1], np.minimum(ages, 3), actions, rewards, terminations, truncations
+        ledger.step(obs, columns, successors, ended)
+        obs, ages = successors, ages + 1
         if t % 31 == 30:
-            ledger.cut(obs)
-            obs[:, :3] = 0
+            ledger.truncate()
+            ended[:] = True
+        obs[ended, :3] = ages[ended] = 0
         if t % check == 0:
-            ledger.check(16, rng, device)
-    ledger.cut(obs)
+            ledger.check(16, rng)
+    ledger.truncate()
 
 
-DEVICES = [("cpu", "cpu"), *([("cpu", "cuda"), ("cuda", "cuda")] if CUDA else [])]  # of the frames, of minibatches
-
-
-@pytest.mark.parametrize("frames, minibatches", DEVICES)
 @pytest.mark.parametrize("n_step", [1, 2, 3, 7])
-def test_n_step_targets_are_the_double_sum(n_step, frames, minibatches):
-    ledger = Ledger(make_replay(3, 2 * (n_step + 4) + 5, frames, n_step=n_step, gamma=0.9))
-    play_random_frames(ledger, 250, np.random.default_rng(n_step), minibatches)
-    assert len(ledger.drawn) > 400 and min(ledger.at_life, ledger.at_truncation) > 50
+@pytest.mark.parametrize("spare", [0, 1, 9])
+def test_n_step_targets_are_the_double_sum(n_step, spare):
+    """Also with as few rows as --buffer-size allows."""
+    ledger = Ledger(make_replay(3, n_step + 4 + spare, n_step=n_step, gamma=0.9))
+    play_random_frames(ledger, 250, np.random.default_rng(n_step))
+    assert len(ledger.drawn) > 250 and min(ledger.at_life, ledger.at_end) > 30
 
 
 def test_new_transitions_have_the_highest_priority_of_all_so_far():
     replay = make_replay(1, 60)
-    step = np.zeros((1, 84, 84), np.uint8), np.zeros(1, int), np.zeros(1), np.zeros(1, bool), np.zeros(1, bool)
+    step = np.zeros((1, 84, 84), np.uint8), np.zeros(1), np.zeros(1, int), np.zeros(1), np.zeros(1, bool)
     for _ in range(9):
-        replay.add(*step)
-    np.testing.assert_array_equal(replay.tree[np.arange(9)], [*[1.0] * 8, 0.0])  # the newest has no successor yet
-    replay.update(np.array([2, 4]), torch.tensor([-7.0, 0.0]))
-    replay.update(np.array([2]), torch.tensor([0.5]))
-    replay.add(*step)
-    eps, alpha = 1e-6, replay.args.per_alpha
+        replay.add(*step, np.zeros(1, bool))
+    np.testing.assert_array_equal(replay.tree.leaves[:9], [*[1.0] * 8, 0.0])  # the newest has no successor yet
+    replay.update(np.array([2, 4]), np.array([-7.0, 0.0]))
+    replay.update(np.array([2]), np.array([0.5]))
+    replay.add(*step, np.zeros(1, bool))
+    eps, alpha = 1e-6, replay.alpha
     expected = [1, 1, (0.5 + eps) ** alpha, 1, eps**alpha, 1, 1, 1, (7 + eps) ** alpha]
-    np.testing.assert_allclose(replay.tree[np.arange(9)], expected, rtol=1e-12)
+    np.testing.assert_allclose(replay.tree.leaves[:9], expected, rtol=1e-12)
     with pytest.raises(FloatingPointError):
-        replay.update(np.array([1]), torch.tensor([np.nan]))
+        replay.update(np.array([1]), np.array([np.nan]))
 
 
-def test_without_priorities_all_are_equal():
-    replay = make_replay(1, 30, prioritized=False)
+@pytest.mark.parametrize("options", [dict(prioritized=False), dict(per_alpha=0.0)])
+def test_without_priorities_all_are_equal(options):
+    replay = make_replay(1, 30, **options)
     play_random_frames(Ledger(replay), 40, np.random.default_rng(0))
     rows, (*_, weights) = replay.sample(8, 0.4, np.random.default_rng(0))
-    replay.update(rows, torch.arange(8))
-    assert set(replay.tree[np.arange(30)]) == {0.0, 1.0} and (weights == 1).all()
+    replay.update(rows, np.arange(8))
+    assert set(replay.tree.leaves) == {0.0, 1.0} and (weights == 1).all()
 
 
 def test_weights_and_rows_of_a_sample_belong_together():
     replay, rng = make_replay(2, 50), np.random.default_rng(0)
     play_random_frames(Ledger(replay), 60, rng)
-    leaves = replay.tree[np.arange(100)]
-    drawable = np.flatnonzero(leaves)
-    replay.update(drawable, torch.from_numpy(rng.normal(size=len(drawable))))
-    leaves = replay.tree[np.arange(100)]
+    drawable = np.flatnonzero(replay.tree.leaves)
+    replay.update(drawable, rng.normal(size=len(drawable)))
+    leaves = replay.tree.leaves.copy()
     rows, (*_, weights) = replay.sample(32, 0.7, rng)
     w = (len(drawable) * leaves[rows] / leaves.sum()) ** -0.7
     np.testing.assert_allclose(weights, w / w.max(), rtol=1e-5)
@@ -302,26 +325,27 @@ def resident_bytes():
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_memory_of_a_full_replay_is_the_formulas_and_is_taken_as_it_fills():
-    args = dqn.Args(num_envs=8, buffer_size=40_000)
-    step = [np.ones((8, 84, 84), np.uint8), *np.zeros((4, 8), bool)]
+def test_the_memory_of_a_replay_is_taken_as_it_fills():
+    args = dqn.Args(num_envs=8, buffer_size=40_000, learning_starts=1)
+    step = [np.ones((8, 84, 84), np.uint8), *np.zeros((5, 8), int)]
     before = resident_bytes()
     replay, taken = dqn.Replay(args), []
     for k in range(5001):
         if k in (0, 2500, 5000):
             taken.append(resident_bytes() - before)
         replay.add(*step)
-    assert taken == pytest.approx([0, dqn.replay_bytes(args) / 2, dqn.replay_bytes(args)], abs=15e6)
-    assert dqn.replay_bytes(dqn.Args(buffer_size=1_000_000)) < 7.5e9
+    full = 40_000 * (84 * 84 + 16) + 16 * 2**16
+    assert taken == pytest.approx([0, full / 2, full], abs=15e6)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_a_checkpoint_keeps_no_memory_of_what_it_packs(monkeypatch):
-    monkeypatch.setattr(dqn, "PIECE", 400)
+    monkeypatch.setattr(dqn, "PIECE", 50)
+    monkeypatch.setattr(dqn, "ThreadPoolExecutor", lambda threads: ThreadPoolExecutor(1))
     replay, rng = make_replay(8, 2500), np.random.default_rng(0)
-    for rows in replay.frames.split(5000):
-        rows.copy_(torch.from_numpy(rng.integers(2, size=rows.shape, dtype=np.uint8)))
-    replay.filled = replay.rows
+    for rows in np.array_split(replay.frames, 10):
+        rows[:] = rng.integers(2, size=rows.shape, dtype=np.uint8)
+    replay.filled = replay.size
     before = resident_bytes()
     state = replay.state_dict()
     packed = sum(data.nbytes for data in state["frames"])
@@ -331,21 +355,35 @@ def test_a_checkpoint_keeps_no_memory_of_what_it_packs(monkeypatch):
 @pytest.mark.parametrize("game", ["Breakout", "JourneyEscape", "YarsRevenge"])
 def test_a_checkpoint_of_a_million_frames_is_less_than_a_gigabyte(game):
     """The screens of the last two are full of noise."""
-    replay, rng = make_replay(1, 1500, env_id=f"{game}NoFrameskip-v4", env_threads=1), np.random.default_rng(0)
-    games = dqn.Games(dqn.make_envs(replay.args, 1))
-    pixels = games.reset([1])
+    args = dqn.Args(env_id=f"{game}NoFrameskip-v4", env_threads=1, num_envs=1, buffer_size=1500, learning_starts=1)
+    replay, envs, rng = dqn.Replay(args), dqn.AtariEnvs(args, 1, Path()), np.random.default_rng(0)
+    obs = envs.reset(0)
     while replay.filled < 1500:
-        actions = rng.integers(games.envs.single_action_space.n, size=1)
-        games.press_fire(actions)
-        frames = pixels[:, -1]
-        pixels, rewards, terminations, truncations, over, final_pixels, _ = games.step(actions)
-        replay.add(frames, actions, np.sign(rewards), terminations, truncations)
-        if over.any():
-            replay.end(np.flatnonzero(over), final_pixels[over, -1])
+        columns, obs, _ = random_step(envs, obs, rng)
+        replay.add(*columns)
     state = replay.state_dict()
     frames = state.pop("frames")
     total = sum(x.nbytes for x in [*frames, *state.values()] if isinstance(x, torch.Tensor))
     assert total / replay.filled * 1e6 < 1e9
+
+
+@pytest.mark.parametrize("steps", [0, 12, 49, 100])
+def test_a_replay_is_saved_and_goes_on_as_if_nothing_had_happened(steps, monkeypatch):
+    """Empty, hardly begun, almost full and wrapped; then with more episodes beside the one that was saved."""
+    monkeypatch.setattr(dqn, "PIECE", 15)
+    replay, other = (make_replay(2, 50, n_step=2) for _ in range(2))
+    ledger, rng = Ledger(replay), np.random.default_rng(0)
+    play_random_frames(ledger, steps, rng)
+    if steps:
+        replay.update(np.flatnonzero(replay.tree.leaves)[:5], np.arange(-2.0, 3.0))
+    state = copy.deepcopy(replay.state_dict())
+    assert len(state["frames"]) == max(1, -(-min(steps, 50) // 15))
+    other.load_state_dict(state)
+    np.testing.assert_array_equal(other.frames, replay.frames)
+    np.testing.assert_array_equal(other.tree.nodes, replay.tree.nodes)
+    assert_identical(other.state_dict(), state)
+    ledger.replay = other
+    play_random_frames(ledger, 80, rng)
 
 
 # The network and the loss
@@ -356,21 +394,27 @@ def make_network(num_actions=6, **options):
 
 
 def make_batch(size=16, num_actions=6):
+    """Like what `Replay.sample` draws: obs, actions, returns, discounts, next_obs, weights."""
     rng = np.random.default_rng(0)
-    pixels = torch.from_numpy(rng.integers(256, size=(size, 8, 84, 84), dtype=np.uint8))
-    columns = np.stack([3 * rng.normal(size=size), 0.9 * (rng.random(size) < 0.7), rng.random(size)])
-    actions = torch.from_numpy(rng.integers(num_actions, size=size))
-    return tuple(x.to(DEVICE) for x in (pixels, actions, *torch.from_numpy(columns.astype(np.float32))))
+    obs, next_obs = rng.integers(256, size=(2, size, 4, 84, 84), dtype=np.uint8)
+    columns = [3 * rng.normal(size=size), 0.9 * (rng.random(size) < 0.7), rng.random(size)]
+    returns, discounts, weights = np.array(columns, np.float32)
+    batch = obs, rng.integers(num_actions, size=size), returns, discounts, next_obs, weights
+    return tuple(torch.from_numpy(x).to(DEVICE) for x in batch)
 
 
-def plain_q(network, pixels):
+def q_of(network, obs):
+    return network(network.scale(obs))
+
+
+def plain_q(network, obs):
     """Q (B, A) in float64: [DQN] Methods; [DUEL] Eq. (9)."""
     p = {name: x.detach().double().cpu() for name, x in network.state_dict().items()}
 
     def linear(x, name):
         return F.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
 
-    x = pixels.cpu().double() / 255
+    x = obs.cpu().double() / 255
     for k, stride in ((0, 4), (2, 2), (4, 1)):
         x = F.conv2d(x, p[f"trunk.{k}.weight"], p[f"trunk.{k}.bias"], stride).relu()
     x = linear(x.flatten(1), "trunk.7").relu()
@@ -382,18 +426,18 @@ def plain_q(network, pixels):
 
 @pytest.mark.parametrize("dueling", [True, False])
 def test_network_is_the_papers(dueling):
-    network, pixels = make_network(dueling=dueling), make_batch()[0][:, :4]
-    torch.testing.assert_close(network(pixels).double().cpu(), plain_q(network, pixels), rtol=1e-4, atol=1e-5)
+    network, obs = make_network(dueling=dueling), make_batch()[0]
+    torch.testing.assert_close(q_of(network, obs).double().cpu(), plain_q(network, obs), rtol=1e-4, atol=1e-5)
 
 
 def test_advantages_have_mean_zero():
     """So V is the mean of Q, whatever is added to all advantages."""
-    network, pixels = make_network(), make_batch()[0][:, :4]
-    value = network.value(network.trunk(pixels.float() / 255))
-    torch.testing.assert_close(network(pixels).mean(1, keepdim=True), value, rtol=1e-4, atol=1e-5)
-    before = network(pixels)
+    network, obs = make_network(), make_batch()[0]
+    value = network.value(network.trunk(obs.float() / 255))
+    torch.testing.assert_close(q_of(network, obs).mean(1, keepdim=True), value, rtol=1e-4, atol=1e-5)
+    before = q_of(network, obs)
     network.advantage[2].bias.data += 3
-    torch.testing.assert_close(network(pixels), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(q_of(network, obs), before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("double", [True, False])
@@ -402,11 +446,11 @@ def test_loss_is_the_papers(double, dueling):
     q_network, target_network = make_network(dueling=dueling), make_network(dueling=dueling)
     for network in (q_network, target_network):  # values apart, so that the two networks disagree
         [*network.parameters()][-2].data.mul_(20)
-    batch = pixels, actions, returns, discounts, weights = make_batch()
+    batch = obs, actions, returns, discounts, next_obs, weights = make_batch()
     loss, td_errors, values = dqn.td_loss(q_network, target_network, *batch, double=double)
 
-    q, next_q = plain_q(q_network, pixels[:, :4]), plain_q(q_network, pixels[:, 4:])
-    next_target = plain_q(target_network, pixels[:, 4:])
+    q, next_q = plain_q(q_network, obs), plain_q(q_network, next_obs)
+    next_target = plain_q(target_network, next_obs)
     assert (next_q.argmax(1) != next_target.argmax(1)).any()
     expected, deltas = 0.0, []
     for i in range(16):
@@ -432,10 +476,41 @@ def test_loss_is_the_papers(double, dueling):
     torch.testing.assert_close(bias.grad.cpu(), grad, rtol=1e-3, atol=1e-4)
 
 
+def test_bfloat16_has_the_gradient_of_float32():
+    """Also twice in a row with other parameters: nothing that autocast keeps outlives a step."""
+    batch = make_batch(64)
+    for scale in (1.0, 2.0):
+        gradients = []
+        for bf16 in (False, True):
+            torch.manual_seed(0)
+            q_network, target_network = make_network(bf16=bf16), make_network(bf16=bf16)
+            loss, *_ = dqn.td_loss(q_network, target_network, *batch, True)
+            for parameter in q_network.parameters():
+                parameter.data.mul_(scale)
+            loss, *_ = dqn.td_loss(q_network, target_network, *batch, True)
+            assert loss.dtype == torch.float32
+            loss.backward()
+            gradients.append([p.grad.flatten() for p in q_network.parameters()])
+        for exact, rounded in zip(*gradients):
+            assert F.cosine_similarity(exact, rounded, dim=0) > 0.98
+            assert rounded.norm().item() == pytest.approx(exact.norm().item(), rel=0.1)
+
+
+class OneHot(nn.Module):
+    """Q (B, 4) of observations whose first number is the best action."""
+
+    def __init__(self):
+        super().__init__()
+        self.ones, self.scale = nn.Parameter(torch.eye(4)), lambda obs: obs
+
+    def forward(self, obs):
+        return self.ones[obs[:, 0, 0, 0].long()]
+
+
 def test_exploration_is_random_as_often_as_epsilon_says():
-    q_values, rng = torch.eye(4).repeat(25_000, 1), np.random.default_rng(0)
+    obs, rng = np.arange(100_000, dtype=np.int64)[:, None, None, None] % 4, np.random.default_rng(0)
     for epsilon in (0.0, 0.3, 1.0):
-        actions = dqn.explore(q_values, epsilon, rng)
+        actions = dqn.act(OneHot(), obs, epsilon, rng)
         best = np.mean(actions == np.arange(100_000) % 4)
         assert best == pytest.approx(1 - epsilon * 3 / 4, abs=0.006)
 
@@ -455,19 +530,20 @@ def updates_of_blind_cliffwalk(n, prioritized, seed):
         for s in range(n):
             right = episode >> s & 1
             ended = not right or s == n - 1
-            replay.add(np.full((1, 84, 84), s, np.uint8), one(right), one(right * (s == n - 1)), one(ended), one(False))
+            frame, reward = np.full((1, 84, 84), s, np.uint8), right * (s == n - 1)
+            replay.add(frame, one(s), one(right), one(reward), one(ended), one(False))
             if ended:
                 break
-        replay.end(one(0), np.zeros((1, 84, 84), np.uint8))
-    assert (replay.tree[np.arange(replay.rows)] > 0).sum() == 2 ** (n + 1) - 2
+    replay.add(frame, one(0), one(0), one(0.0), one(False), one(False))  # the last one waited for its successor
+    assert (replay.tree.leaves > 0).sum() == 2 ** (n + 1) - 2
     Q, truth = rng.normal(0, 0.1, (n, 2)), np.zeros((n, 2))
-    truth[:, 1] = replay.args.gamma ** np.arange(n - 1, -1, -1)
+    truth[:, 1] = replay.gamma ** np.arange(n - 1, -1, -1)
     for updates in range(1, 100_000):
-        rows, (pixels, action, reward, discount, _) = replay.sample(1, 0.0, rng)
-        s, next_s = pixels[0, 3, 0, 0].item(), pixels[0, 7, 0, 0].item()
-        delta = reward.item() + discount.item() * Q[next_s].max() - Q[s, action.item()]
-        Q[s, action.item()] += 0.25 * delta
-        replay.update(rows, torch.tensor([delta]))
+        rows, (obs, (action,), (reward,), (discount,), next_obs, _) = replay.sample(1, 0.0, rng)
+        s, next_s = obs[0, 3, 0, 0], next_obs[0, 3, 0, 0]
+        delta = reward + discount * Q[next_s].max() - Q[s, action]
+        Q[s, action] += 0.25 * delta
+        replay.update(rows, np.array([delta]))
         if ((Q - truth) ** 2).mean() < 1e-3:
             return updates
 
@@ -478,17 +554,18 @@ def test_blind_cliffwalk_takes_several_times_fewer_updates_with_priorities():
 
 
 class Tiny:
-    """Games of 8 steps. Each frame is bright on the left or the right; a step pays 3 for the side of the frame before.
+    """Episodes of 8 steps. Frames are bright on the left or the right; a step pays 3 for the side of the frame before.
 
-    That frame is in the stack, but in a game's first step, which pays nothing. At step 5 a life is lost; the last game
-    of a vector is truncated at step 8, the others terminate.
+    That frame is in the stack, but in an episode's first step, which pays nothing. At step 5 a life is lost; the last
+    environment is truncated at step 8, the others terminate.
     """
 
     best = 21.0
+    buttons = (dqn.ale_py.Action.NOOP, dqn.ale_py.Action.UP)
 
-    def __init__(self, num_envs):
+    def __init__(self, num_envs, **settings):
         self.num_envs, self.single_action_space = num_envs, SimpleNamespace(n=2)
-        self.ale = SimpleNamespace(get_action_set=lambda: [])
+        self.ale = SimpleNamespace(get_action_set=lambda: self.buttons)
 
     def reset(self, seed):
         self.rng = np.random.default_rng(seed)
@@ -512,7 +589,7 @@ class Tiny:
         truncations = over & (np.arange(self.num_envs) == self.num_envs - 1)
         terminations = over & ~truncations | (self.t == 5)
         self.stacks[over, :3] = self.t[over] = 0
-        self.stacks[over, 3] //= 2  # a new game's first frame is not the old one's last
+        self.stacks[over, 3] //= 2  # a new episode's first frame is not the old one's last
         info = {"episode_frame_number": 4 * self.t, "final_obs": final}
         return self.stacks.copy(), rewards, terminations, truncations, info
 
@@ -522,8 +599,8 @@ class Tiny:
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Any game is a tiny one."""
-    monkeypatch.setattr(dqn, "make_envs", lambda args, num_envs, colour=False: Tiny(num_envs))
+    """Any environment is a tiny one."""
+    monkeypatch.setattr(dqn, "AtariVectorEnv", Tiny)
 
 
 def train(folder, checkpoint=None, **options):
@@ -543,7 +620,6 @@ MODES = {
     "not prioritised": dict(prioritized=False),
     "bfloat16": dict(bf16=True),
     "compiled": dict(compile=True),
-    "replay on the GPU": dict(replay_on_gpu=True),
 }
 
 
@@ -564,13 +640,11 @@ def test_a_tiny_game_is_learned(tmp_path, tiny, mode):
 def test_a_few_steps_in_every_mode(tmp_path, monkeypatch, tiny, mode, cuda):
     if mode == "compiled" and not cuda:  # the graph is captured; to translate it into C++ takes half a minute
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    if mode == "replay on the GPU" and not cuda:
-        pytest.skip("no GPU")
     checkpoint = train(tmp_path, cuda=cuda, **MODES[mode])
     assert all(tensor.isfinite().all() for tensor in checkpoint["agent"].values())
     points = scalars(tmp_path)
-    assert len(points["losses/td_loss"]) == 5 and len(points["charts/epsilon"]) == 10
-    if mode in ("compiled", "replay on the GPU"):
+    assert len(points["losses/td_loss"]) == 6 and len(points["charts/epsilon"]) == 10
+    if mode == "compiled":
         other = train(tmp_path / "other", cuda=cuda)
         for name, tensor in other["agent"].items():
             torch.testing.assert_close(checkpoint["agent"][name], tensor, rtol=0, atol=1e-4)
@@ -581,9 +655,9 @@ def test_training_is_adam_on_the_minibatches_with_a_target_network(tmp_path, mon
     batches, drawn, errors, updated = [], [], [], []
     rates = dict(learning_rate=3e-4, max_grad_norm=0.7, adam_eps=1e-3)
 
-    def td_loss(*inputs, double, td_loss=dqn.td_loss):
+    def td_loss(*inputs, td_loss=dqn.td_loss):
         batches.append(copy.deepcopy(inputs[2:]))
-        errors.append((outputs := td_loss(*inputs, double=double))[1].tolist())
+        errors.append((outputs := td_loss(*inputs))[1].tolist())
         return outputs
 
     def sample(*inputs, sample=dqn.Replay.sample):
@@ -599,7 +673,7 @@ def test_training_is_adam_on_the_minibatches_with_a_target_network(tmp_path, mon
     monkeypatch.setattr(dqn.Replay, "update", update)
     checkpoint = train(tmp_path, total_timesteps=240, updates=2, target_interval=3, **rates)
     assert updated == list(zip(drawn, errors))  # each priority is of the transition whose TD error it is
-    assert len(batches) == 2 * 10  # 16 steps per iteration; 80 can be drawn after the sixth
+    assert len(batches) == 2 * 11  # 16 steps per iteration; 80 are stored after the fifth
     assert set(torch.cat([returns for _, _, returns, *_ in batches]).tolist()) == {0, 1}  # the sign of 3
     monkeypatch.undo()
     torch.manual_seed(1)
@@ -608,12 +682,12 @@ def test_training_is_adam_on_the_minibatches_with_a_target_network(tmp_path, mon
     adam, norms = torch.optim.Adam(q_network.parameters(), lr=3e-4, eps=1e-3), []
     start = copy.deepcopy(q_network.state_dict())
     for k, batch in enumerate(batches):
-        loss, *_ = dqn.td_loss(q_network, target_network, *batch, double=True)
+        loss, *_ = dqn.td_loss(q_network, target_network, *batch)
         adam.zero_grad()
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(q_network.parameters(), 0.7).item())
         adam.step()
-        if k % 2 == 1 and (6 + k // 2) % 3 == 0:
+        if k % 2 == 1 and (5 + k // 2) % 3 == 0:
             target_network.load_state_dict(q_network.state_dict())
     assert min(norms) < 0.7 < max(norms)
     moved = max((tensor - start[name]).abs().max().item() for name, tensor in q_network.state_dict().items())
@@ -651,19 +725,19 @@ def test_numbers_that_slow_a_cpu_down_are_flushed_to_zero_which_changes_no_param
 def test_schedules_are_parts_of_the_run(tmp_path, tiny, monkeypatch):
     """What is logged, and what the exploration and the replay are given: 4 steps and, in the end, 2 draws a time."""
     used = {"charts/epsilon": [], "charts/per_beta": []}
-    explore, sample = dqn.explore, dqn.Replay.sample
+    act, sample = dqn.act, dqn.Replay.sample
 
-    def spy_on_explore(q_values, epsilon, rng):
+    def spy_on_act(q_network, obs, epsilon, rng):
         used["charts/epsilon"].append(epsilon)
-        return explore(q_values, epsilon, rng)
+        return act(q_network, obs, epsilon, rng)
 
     def spy_on_sample(self, size, beta, *rest):
         used["charts/per_beta"].append(beta)
         return sample(self, size, beta, *rest)
 
-    monkeypatch.setattr(dqn, "explore", spy_on_explore)
+    monkeypatch.setattr(dqn, "act", spy_on_act)
     monkeypatch.setattr(dqn.Replay, "sample", spy_on_sample)
-    train(tmp_path, total_timesteps=640, updates=2, batch_size=2, learning_starts=600)
+    train(tmp_path, total_timesteps=640, updates=2, batch_size=2, learning_starts=600, buffer_size=800)
     points = scalars(tmp_path)
     for tag, expected in {
         "charts/epsilon": lambda x: 1 - 0.9 * x / 0.025 if x < 0.025 else max(0.1 - 0.09 * (x - 0.025) / 0.475, 0.01),
@@ -680,32 +754,25 @@ def test_schedules_are_parts_of_the_run(tmp_path, tiny, monkeypatch):
     assert [step for step, _ in points["losses/q_values"]] == list(range(608, 641, 16))
 
 
-def test_a_run_stores_how_games_end_and_their_last_frames(tmp_path, tiny, monkeypatch):
-    """In 160 steps each of 4 games ends five times, the last one by truncation; on its last frame nobody acts."""
-    played, step = [], dqn.Games.step
-
-    def spy(self, actions):
-        played.append(result := step(self, actions))
-        return result
-
-    monkeypatch.setattr(dqn.Games, "step", spy)
-    train(tmp_path, eval_episodes=1)
-    checkpoint = checkpoints(tmp_path)[-1]
+def test_a_run_stores_how_episodes_end(tmp_path, tiny):
+    """Of 4 environments the last one's episodes are truncated; after 20 steps a checkpoint ends all of them."""
     replay = make_replay(4, 100)
-    replay.load_state_dict(load(checkpoint)["replay"])
-    rows = np.arange(replay.filled).reshape(-1, 4)  # one column per game
-    ends = np.arange(8, len(rows), 9)  # 8 steps, then a row for the last observation
-    assert len(ends) == 5 and (replay.tree[rows[ends].ravel()] == 0).all()
-    last = [final_pixels[:, -1] for *_, over, final_pixels, _ in played if over.all()][:5]
-    np.testing.assert_array_equal(replay.frames[rows[ends].ravel()].view(5, 4, 84, 84), last)
-    for flags, games in ((replay.truncations, [3]), (replay.terminations, [0, 1, 2])):
-        at_the_end = flags[rows[ends - 1]]
-        assert at_the_end[:, games].all() and at_the_end.sum() == 5 * len(games)
-    assert replay.truncations.sum() == 5
+    checkpoint = train(tmp_path, checkpoint_interval=80)
+    replay.load_state_dict(checkpoint["replay"])
+    step, last = np.array([*range(8), *range(8), *range(4)] * 2)[:, None], np.arange(4) == 3
+    at_checkpoint = (np.arange(40) == 19)[:, None]
+    terminations, truncations, ages, drawable = (
+        x[:160].reshape(40, 4) for x in (replay.terminations, replay.truncations, replay.ages, replay.tree.leaves > 0)
+    )
+    np.testing.assert_array_equal(terminations, (step == 4) | (step == 7) & ~last)
+    np.testing.assert_array_equal(truncations, (step == 7) & last | at_checkpoint)
+    np.testing.assert_array_equal(ages, np.minimum(step, 3) + np.zeros((1, 4)))
+    newest = (np.arange(40) == 39)[:, None]
+    np.testing.assert_array_equal(drawable, terminations | ~truncations & ~newest)
 
 
 def test_only_the_last_life_ends_the_return_where_lives_do_not_count(tmp_path, tiny):
-    """In 160 steps there are 20 games of two lives; 5 are cut off in their last one."""
+    """In 160 steps there are 20 episodes of two lives; those of one environment are truncated."""
     for episodic_life, ends in ((True, 35), (False, 15)):
         checkpoint = train(tmp_path / str(ends), episodic_life=episodic_life)
         assert checkpoint["replay"]["terminations"].sum() == ends
@@ -715,19 +782,17 @@ def test_fire_is_pressed_on_the_first_step_of_each_life_and_stored_as_it_was_pla
     played, stored = [], []
 
     class Fire(Tiny):
-        def __init__(self, num_envs):
-            super().__init__(num_envs)
-            self.ale.get_action_set = lambda: [dqn.ale_py.Action.NOOP, dqn.ale_py.Action.FIRE]
+        buttons = (dqn.ale_py.Action.NOOP, dqn.ale_py.Action.FIRE)
 
         def step(self, actions):
             played.append((self.t.copy(), actions.copy()))
             return super().step(actions)
 
-    def store(self, frames, actions, *rest, add=dqn.Replay.add):
+    def store(self, frames, ages, actions, *rest, add=dqn.Replay.add):
         stored.append(actions.copy())
-        return add(self, frames, actions, *rest)
+        return add(self, frames, ages, actions, *rest)
 
-    monkeypatch.setattr(dqn, "make_envs", lambda args, num_envs, colour=False: Fire(num_envs))
+    monkeypatch.setattr(dqn, "AtariVectorEnv", Fire)
     monkeypatch.setattr(dqn.Replay, "add", store)
     train(tmp_path)
     assert len(stored) == 40 and len(played) > 40  # training's and the evaluation's
@@ -737,129 +802,143 @@ def test_fire_is_pressed_on_the_first_step_of_each_life_and_stored_as_it_was_pla
     assert any(0 in actions for _, actions in played[:40]) and any(0 in actions for _, actions in played[40:])
 
 
-def test_live_json_changes_the_run_and_is_remembered(tmp_path, tiny, monkeypatch, capfd):
-    bad = [
-        "{",
-        '{"gamma": 0.5}',
-        '{"learning_rate": 5e-5, "gamma": 0.5}',
-        '{"learning_rate": -1}',
-        "[]",
-        '{"learning_rate": true}',
-    ]
-    bad += [f'{{"learning_rate": {10**400}}}', "[" * 100_000]
+def test_all_episodes_have_seeds_of_their_own(tmp_path, monkeypatch):
+    """Those at the beginning and at a checkpoint, the evaluation's, and those of another run's seed."""
+    seeds = []
+
+    class Spy(Tiny):
+        def reset(self, seed):
+            seeds.append(seed.tolist())
+            return super().reset(seed)
+
+    monkeypatch.setattr(dqn, "AtariVectorEnv", Spy)
+    for seed in (1, 2):
+        options = dict(seed=seed, checkpoint_interval=80, eval_episodes=3)
+        train(tmp_path / str(seed), **options)
+        before, _ = checkpoints(tmp_path / str(seed))  # from where training went on with other episodes
+        dqn.evaluate(dqn.Args(**load(before)["args"]), load(before), tmp_path)
+    assert [len(each) for each in seeds] == [4, 4, 3, 3] * 2
+    assert len(np.unique(np.concatenate(seeds))) == 28
+
+
+def at_step(monkeypatch, what):
+    """Call `what` with a run's folder and step each time that it shows its progress."""
+
+    def progress(self, global_step, recent_returns, progress=dqn.Run.progress):
+        progress(self, global_step, recent_returns)
+        what(self.folder, global_step)
+
+    monkeypatch.setattr(dqn.Run, "progress", progress)
+
+
+def test_live_json_changes_the_learning_rate(tmp_path, tiny, monkeypatch, capfd):
+    bad = ["{", '{"gamma": 0.5}', '{"learning_rate": -1}', "[]", '{"learning_rate": "much"}', "[" * 100_000]
+    bad += [f'{{"learning_rate": {10**400}}}', '{"learning_rate": NaN}', "\ud800"]
     good = '\ufeff{"learning_rate": 5e-05}'  # as some editors begin a file
-    texts = {16 * k: text for k, text in enumerate([good, good, *bad, None, good, '{"learning_rate": 0.01}'], start=2)}
-    show = dqn.Progress.show
+    texts = {16 * k: text for k, text in enumerate([good, good, *bad], start=2)}
 
-    def write(self, global_step, recent_returns):
-        path = tmp_path / "live.json"
-        path.unlink(missing_ok=True)
-        if texts.get(global_step):
-            path.write_text(texts[global_step], encoding="utf-8")
-        show(self, global_step, recent_returns)
+    def write(folder, global_step):
+        assert global_step == 16 or not (folder / "live.json").exists()
+        if global_step in texts:
+            (folder / "live.json").write_text(texts[global_step], encoding="utf-8", errors="surrogatepass")
 
-    monkeypatch.setattr(dqn.Progress, "show", write)
-    checkpoint = train(tmp_path, total_timesteps=224)
-    first, *ignored, last = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert "live.json changes the learning rate at step 32: 0.0001 -> 5e-05" in first
-    assert "live.json changes the learning rate at step 224: 5e-05 -> 0.01" in last
+    at_step(monkeypatch, write)
+    checkpoint = train(tmp_path, total_timesteps=240)
+    ignored = [line for line in capfd.readouterr().err.splitlines() if "live.json" in line]
     assert len(ignored) == len(bad)
     assert all('live.json is ignored: it must be like {"learning_rate": 5e-05' in note for note in ignored)
-    changes = [[32, 1e-4, 5e-5], [224, 5e-5, 0.01]]
-    assert checkpoint["live"] == {"text": texts[224], "changes": changes}
-    assert checkpoint["args"]["learning_rate"] == 0.01 and checkpoint["optimizer"]["param_groups"][0]["lr"] == 5e-5
+    assert checkpoint["args"]["learning_rate"] == 5e-5 and checkpoint["optimizer"]["param_groups"][0]["lr"] == 5e-5
     rates = [value for _, value in scalars(tmp_path)["charts/learning_rate"]]
-    assert rates == pytest.approx([1e-4] * 2 + [5e-5] * 12)
+    assert rates == pytest.approx([1e-4] * 2 + [5e-5] * 13)
 
 
 class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("death", [96, 128, 144])
-def test_changes_by_live_json_after_the_last_checkpoint_are_made_again(tmp_path, tiny, monkeypatch, death):
-    """Changes at steps 80 and 112, checkpoints at 64 and 128. Where the run died the file is another meanwhile."""
-    show, results = dqn.Progress.show, []
-    for dies in (False, True):
+PARTS = ("agent", "target_network", "optimizer", "replay", "rng")
 
-        def write_or_die(self, global_step, recent_returns, folder=tmp_path / str(dies), dies=dies):
-            if global_step == death and dies and not (folder / "died").exists():
-                (folder / "died").touch()
-                raise Killed
+
+@pytest.mark.parametrize("death", [80, 96, 144])
+def test_a_run_whose_learning_rate_was_changed_is_resumed_exactly(tmp_path, tiny, monkeypatch, death):
+    """Changes at steps 80 and 112, a checkpoint at each, and at 128. Killed at 80 the file is still there."""
+    results = []
+    for dies in (False, True):
+        folder, options = tmp_path / str(dies), dict(total_timesteps=192, checkpoint_interval=64)
+
+        def write_or_die(folder, global_step, dies=dies):
             if rate := {80: 0.01, 112: 2e-3}.get(global_step):
                 (folder / "live.json").write_text(f'{{"learning_rate": {rate}}}')
-            show(self, global_step, recent_returns)
+            if global_step == death != 80 and dies and not (folder / "died").exists():
+                (folder / "died").touch()
+                raise Killed
 
-        monkeypatch.setattr(dqn.Progress, "show", write_or_die)
-        folder, options = tmp_path / str(dies), dict(total_timesteps=192, checkpoint_interval=64)
-        try:
-            results.append(train(folder, **options))
-        except Killed:
-            checkpoint = load(checkpoints(folder)[-1])
-            options["learning_rate"] = checkpoint["args"]["learning_rate"]  # as parse_args does
-            results.append(train(folder, checkpoint, **options))
+        def unlink(path, missing_ok=False, unlink=Path.unlink, dies=dies):
+            if path.name == "live.json" and death == 80 and dies and not (path.parent / "died").exists():
+                (path.parent / "died").touch()
+                raise Killed
+            unlink(path, missing_ok)
+
+        with monkeypatch.context() as patch:
+            at_step(patch, write_or_die)
+            patch.setattr(Path, "unlink", unlink)
+            try:
+                results.append(train(folder, **options))
+            except Killed:
+                checkpoint = load(checkpoints(folder)[-1])
+                options["learning_rate"] = checkpoint["args"]["learning_rate"]  # as the command line does
+                resumed = shutil.copytree(folder, tmp_path / "resumed")  # this process has a lock on the other one
+                results.append(train(resumed, checkpoint, **options))
     whole, resumed = results
-    assert whole["live"]["changes"] == [[80, 1e-4, 0.01], [112, 0.01, 2e-3]]
-    assert_identical(resumed, whole)
-
-
-def test_a_run_that_live_json_ruined_goes_on_when_the_file_is_mended(call, monkeypatch, resumable):
-    name, run_folder = resumable
-    monkeypatch.setattr(dqn, "PIECE", 50)
-    checkpoints(run_folder)[-1].unlink()
-    for rate, status in ((1e30, 1), (1e30, 1), (1e-5, 0)):
-        (run_folder / "live.json").write_text(f'{{"learning_rate": {rate}}}')
-        result = call("dqn_per_atari", "--resume", name)
-        assert result.status == status and ("is not finite" in result.stderr) == bool(status)
-    assert [change[1:] for change in load(checkpoints(run_folder)[-1])["live"]["changes"]] == [[1e-4, 1e-5]]
-
-
-def test_a_learning_rate_on_resuming_wins_over_what_live_json_says(call, monkeypatch, resumable):
-    """And the file wins over it when it changes again; also where the run died before its next checkpoint."""
-    name, run_folder = resumable
-    monkeypatch.setattr(dqn, "PIECE", 50)
-    checkpoints(run_folder)[-1].unlink()
-    (run_folder / "live.json").write_text('{"learning_rate": 1e30}')
-    assert call("dqn_per_atari", "--resume", name).status == 1
-    train_, killed = dqn.train, []
-    monkeypatch.setattr(dqn, "train", lambda *_: killed.append(1))
-    call("dqn_per_atari", "--resume", name, "--learning-rate", "2e-4")
-    monkeypatch.setattr(dqn, "train", train_)
-    result = call("dqn_per_atari", "--resume", name)
-    assert killed and result.status == 0 and "changes" not in result.stderr
-    last = load(checkpoints(run_folder)[-1])
-    assert last["args"]["learning_rate"] == 2e-4 and last["live"]["changes"] == []
-    (run_folder / "live.json").write_text('{"learning_rate": 3e-5}')
-    args = dqn.Args(**last["args"])
-    dqn.read_live(run_folder / "live.json", args, last["live"], last["global_step"])
-    assert args.learning_rate == 3e-5
-
-
-@pytest.mark.parametrize(
-    "record",
-    ["[1, 2]", '{"changes": 3}', '{"changes": [4]}', '{"text": "", "changes": [[0, 1e-4, 1e30]]}', "not JSON"],
-)
-def test_a_record_of_changes_that_is_none_or_of_another_learning_rate_changes_nothing(
-    call, monkeypatch, resumable, record
-):
-    name, run_folder = resumable
-    monkeypatch.setattr(dqn, "PIECE", 50)
-    checkpoints(run_folder)[-1].unlink()
-    (run_folder / "live_changes.json").write_text(record)
-    result = call("dqn_per_atari", "--resume", name, "--learning-rate", "2e-4")
-    assert result.status == 0 and "changes" not in result.stderr
-    assert load(checkpoints(run_folder)[-1])["args"]["learning_rate"] == 2e-4
-
-
-def test_the_histogram_is_of_priorities(tmp_path, tiny, monkeypatch):
-    """New transitions have the highest priority there ever was, whatever alpha is."""
-    logged = {}
-    monkeypatch.setattr(
-        dqn.SummaryWriter, "add_histogram", lambda self, tag, values, step: logged.update({tag: values})
+    assert (tmp_path / "True" / "died").exists()
+    assert [rate for _, rate in scalars(tmp_path / "False")["charts/learning_rate"]] == pytest.approx(
+        [1e-4] * 5 + [0.01] * 2 + [2e-3] * 5
     )
-    replay = train(tmp_path, per_alpha=0.5, checkpoint_interval=32)["replay"]
-    assert logged["charts/priorities"].max() == pytest.approx(replay["max_priority"])
-    assert replay["max_priority"] != 1.0
+    for name in PARTS:
+        assert_identical(resumed[name], whole[name])
+
+
+@pytest.mark.parametrize("what", ["TD error", "gradient"])
+def test_what_is_not_finite_ends_the_run_before_the_step(tmp_path, tiny, monkeypatch, what):
+    """An infinite TD error has a finite gradient: the Huber loss clips it."""
+    before, calls = {}, []
+
+    def td_loss(q_network, *inputs, td_loss=dqn.td_loss):
+        loss, td_errors, values = td_loss(q_network, *inputs)
+        calls.append(loss)
+        if len(calls) == 3:
+            before.update(copy.deepcopy(q_network.state_dict()), network=q_network)
+            q = q_of(q_network, inputs[1]).sum()
+            loss = loss + (np.inf if what == "TD error" else (q - q.detach()).abs().sqrt())
+        return loss, td_errors, values
+
+    monkeypatch.setattr(dqn, "td_loss", td_loss)
+    with pytest.raises(FloatingPointError, match="not finite at step 112"):
+        train(tmp_path)
+    for name, parameter in before.pop("network").state_dict().items():
+        assert torch.equal(parameter, before[name])
+
+
+def test_a_replay_of_another_layout_is_refused():
+    state = make_replay(2, 50).state_dict()
+    make_replay(2, 50, gamma=0.5).load_state_dict(state)
+    for options in (
+        dict(rows=51),
+        dict(num_envs=4, rows=25),
+        dict(n_step=2),
+        dict(per_alpha=0.5),
+        dict(prioritized=False),
+    ):
+        with pytest.raises(ValueError, match="a replay of another"):
+            make_replay(**dict(num_envs=2, rows=50) | options).load_state_dict(state)
+
+
+@pytest.mark.parametrize("free, said", [(7e9, True), (7.2e9, False)])
+def test_a_replay_larger_than_the_free_memory_is_named(monkeypatch, capfd, free, said):
+    monkeypatch.setattr(Path, "read_text", lambda path: f"MemTotal: 64 kB\nMemAvailable: {free / 1024:.0f} kB\n")
+    dqn.note_memory(dqn.Replay(dqn.Args()))
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == said and all(re.fullmatch(r"note: the replay takes 7\.1 GB .* 7\.0 GB .*", x) for x in lines)
 
 
 # Resume. The replay has wrapped, is in several pieces, and all is as if nothing had happened
@@ -870,8 +949,8 @@ ARGV = """--env-id BreakoutNoFrameskip-v4 --no-cuda --torch-threads 1 --env-thre
 
 
 def small_pieces(*moment):
-    """Called in the run's process: 50 frames to a piece; and the process is killed at a moment."""
-    importlib.import_module("dqn_per_atari").PIECE = 50
+    """Called in the run's process: frames of 25 steps to a piece; and the process is killed at a moment."""
+    importlib.import_module("dqn_per_atari").PIECE = 25
     if moment:
         kill_in(*moment)
 
@@ -885,21 +964,24 @@ def reference(tmp_path_factory):
     """The folder of the run that nothing ended, for reading only."""
     cwd = tmp_path_factory.mktemp("reference")
     result = run(cwd, *ARGV)
-    assert (result.status, result.stderr) == (0, "")
+    assert (result.status, result.notes) == (0, [])
     return run_folder_in(cwd)
 
 
-def assert_same_run(run_folder, reference):
-    for path in (*checkpoints(reference), reference / "model.pt"):
-        assert_identical(load(run_folder / path.name), load(path), path.name)
-    assert curves(run_folder) == curves(reference)
+@pytest.fixture
+def resumable(reference, tmp_path, monkeypatch):
+    """A copy of the reference as it was before its last checkpoint: its name on the command line, and its folder."""
+    monkeypatch.setattr(dqn, "PIECE", 25)
+    name = copy_run(reference, tmp_path)
+    checkpoints(tmp_path / name)[-1].unlink()
+    return name, tmp_path / name
 
 
 def test_the_replay_of_the_reference_has_wrapped_and_is_in_pieces(reference):
     before, last = map(load, checkpoints(reference))
-    assert last["replay"]["released"] > 3 * 140 and len(before["replay"]["frames"]) == 4
+    assert (before["global_step"], last["global_step"]) == (320, 480)
+    assert last["replay"]["filled"] == 140 and len(last["replay"]["frames"]) == 3
     assert (reference / "model.pt").stat().st_size < 8e6
-    assert all(tensor.isfinite().all() for tensor in last["agent"].values())
     assert not torch.equal(last["agent"]["trunk.0.weight"], before["agent"]["trunk.0.weight"])
 
 
@@ -909,134 +991,65 @@ def test_killed_again_and_again_and_resumed_is_bit_identical(tmp_path, reference
     for moment in (("dqn_per_atari.td_loss", 160, 5), ("zlib.compress", 160, 2), ("pathlib.Path.unlink", 320)):
         assert run(tmp_path, *argv, moment=moment).status == -9
         argv = ["--resume", f"runs/{run_folder_in(tmp_path).name}"]
-    assert (tmp_path / argv[1] / "checkpoint_320.pt").exists()
     result = run(tmp_path, *argv)
-    assert (result.status, result.stderr) == (0, "")
-    assert_same_run(run_folder_in(tmp_path), reference)
+    assert (result.status, result.notes) == (0, [])
+    run_folder = run_folder_in(tmp_path)
+    for path in (*checkpoints(reference), reference / "model.pt"):
+        found, expected = load(run_folder / path.name), load(path)
+        for name in set(PARTS) & set(expected):
+            assert_identical(found[name], expected[name], f"{path.name}: {name}")
+        assert found["global_step"] == expected["global_step"]
+    assert not list(run_folder.glob("*.tmp"))
 
 
-@pytest.fixture
-def resumable(reference, tmp_path):
-    """A copy of the reference as it was before its last checkpoint was used: what the command line calls it, and it."""
-    name = copy_run(reference, tmp_path)
-    (tmp_path / name / "model.pt").unlink()
-    return name, tmp_path / name
-
-
-def test_a_damaged_piece_is_noticed_and_the_checkpoint_before_is_used(call, reference, resumable, monkeypatch):
-    name, run_folder = resumable
-    monkeypatch.setattr(dqn, "PIECE", 50)
+def test_a_damaged_piece_is_noticed_and_the_checkpoint_before_is_used(reference, tmp_path, capfd):
+    run_folder = tmp_path / copy_run(reference, tmp_path)
     before, newest = checkpoints(run_folder)
     data, piece = bytearray(newest.read_bytes()), load(newest)["replay"]["frames"][1].numpy().tobytes()
     data[data.index(piece) + len(piece) // 2] ^= 1
     newest.write_bytes(data)
-    result = call("dqn_per_atari", "--resume", name)
-    assert result.status == 0
-    assert re.fullmatch(rf"note: [^\n]*{newest.name}[^\n]*; using {before.name}\n", result.stderr)
-    assert_same_run(run_folder, reference)
+    assert_identical(dqn.load_checkpoint(run_folder), load(before))
+    assert f"note: {newest} is damaged" in capfd.readouterr().err
 
 
-def test_a_replay_of_another_shape_is_refused(call, resumable, tmp_path):
+@pytest.mark.parametrize(
+    "flags",
+    ["--buffer-size 300 --learning-starts 100", "--num-envs 1", "--per-alpha 0.5", "--no-prioritized", "--n-step 1"]
+    + ["--no-dueling"],
+)
+def test_a_checkpoint_of_another_replay_or_network_is_refused(call, resumable, tmp_path, flags):
     files = files_below(tmp_path)
-    for flags in ("--buffer-size 300", "--num-envs 3", "--per-alpha 0.5", "--no-prioritized"):
-        result = call("dqn_per_atari", "--resume", resumable[0], *flags.split())
-        assert (result.status, result.stdout) == (2, "")
-        flag = flags.split()[0].replace("no-", "")
-        assert re.search(rf"^error: {flag} [^\n]*--no-checkpoint-replay[^\n]*\n$", result.stderr, re.M)
-    # 160 steps are left, and 300 transitions are wanted before anything is learned
-    flags = "--no-checkpoint-replay --buffer-size 400 --learning-starts 300 --total-timesteps 640"
     result = call("dqn_per_atari", "--resume", resumable[0], *flags.split())
-    assert (result.status, result.stdout) == (2, "")
-    assert re.search(r"^error: --learning-starts 300 [^\n]*\n$", result.stderr, re.M)
+    assert (result.status, len(result.notes)) == (1, 1)
+    assert result.notes[0].startswith("error: the checkpoint does not fit: ")
     assert files_below(tmp_path) == files
 
 
-def test_a_network_of_another_shape_is_refused(call, resumable, tmp_path):
-    files = files_below(tmp_path)
-    for flag in ("--resume", "--evaluate"):
-        result = call("dqn_per_atari", flag, resumable[0], "--no-dueling")
-        assert (result.status, result.stdout) == (2, "")
-        assert re.search(r"^error: [^\n]*--no-dueling[^\n]*\n$", result.stderr, re.M)
-    assert files_below(tmp_path) == files
+def test_a_run_that_has_gone_further_than_it_should_ends_where_it_is(call, resumable):
+    result = call("dqn_per_atari", "--resume", resumable[0], *"--total-timesteps 150 --learning-starts 100".split())
+    assert (result.status, result.notes) == (0, [])
 
 
-def test_a_run_that_has_gone_further_than_it_should_ends_where_it_is(call, monkeypatch, resumable):
-    monkeypatch.setattr(dqn, "PIECE", 50)
-    result = call("dqn_per_atari", "--resume", resumable[0], "--total-timesteps", "150")
-    assert result.status == 0 and "rounded up" not in result.stderr
-
-
-def test_resuming_without_the_replay_says_that_it_is_not_exact(call, monkeypatch, reference, resumable):
+def test_a_resumed_run_without_its_replay_waits_until_another_is_filled(call, resumable):
     name, run_folder = resumable
-    monkeypatch.setattr(dqn, "PIECE", 50)
-    checkpoints(run_folder)[-1].unlink()
-    result = call("dqn_per_atari", "--resume", name, "--no-checkpoint-replay", "--buffer-size", "300")
-    assert result.status == 0 and "note: the replay begins empty: this is not exact" in result.stderr
-    last = load(checkpoints(run_folder)[-1])
-    assert last["replay"] is None and last["global_step"] == 480
-    # Nothing was learned until the replay was warm again, and then something was
-    updates = last["optimizer"]["state"][0]["step"] - load(checkpoints(reference)[0])["optimizer"]["state"][0]["step"]
-    assert 0 < updates < 160 // 16
-    assert "note: the replay begins empty" in call("dqn_per_atari", "--resume", name).stderr
+    before = load(checkpoints(run_folder)[-1])["optimizer"]["state"][0]["step"]
+    for steps, learned in ((480, 4), (640, 4)):  # of 10 iterations of 16 steps each 4 begin with 100 transitions
+        flags = f"--no-checkpoint-replay --buffer-size 300 --learning-starts 100 --total-timesteps {steps}"
+        assert call("dqn_per_atari", "--resume", name, *flags.split()).status == 0
+        last = load(checkpoints(run_folder)[-1])
+        after = last["optimizer"]["state"][0]["step"]
+        assert "replay" not in last and last["global_step"] == steps and after - before == learned
+        before = after
 
 
-@pytest.mark.parametrize("frames, minibatches", DEVICES)
-@pytest.mark.parametrize("steps", [0, 12, 49, 100])
-def test_a_replay_is_saved_and_goes_on_as_if_nothing_had_happened(steps, frames, minibatches, monkeypatch):
-    """Empty, hardly begun, almost full and wrapped; then with more games beside the one that was saved."""
-    monkeypatch.setattr(dqn, "PIECE", 30)
-    replay, other = (make_replay(2, 50, frames, n_step=2) for _ in range(2))
-    ledger, rng = Ledger(replay), np.random.default_rng(0)
-    if steps:
-        play_random_frames(ledger, steps, rng, minibatches)
-        drawable = np.flatnonzero(replay.tree[np.arange(100)])
-        replay.update(drawable[:5], torch.arange(-2.0, 3.0))
-    state = copy.deepcopy(replay.state_dict())
-    rings = [len(range(game, replay.filled, 2)) for game in range(2)]
-    assert len(state["frames"]) == sum(-(-ring // 30) for ring in rings) and (steps < 100 or replay.filled == 100)
-    other.load_state_dict(state)
-    assert torch.equal(other.frames, replay.frames)
-    np.testing.assert_array_equal(other.tree.nodes, replay.tree.nodes)
-    assert_identical(other.state_dict(), state)
-    ledger.replay = other
-    play_random_frames(ledger, 80, rng, minibatches)
-
-
-def test_a_learning_rate_that_explodes_ends_the_run(call, tmp_path):
-    result = call("dqn_per_atari", *ARGV, "--learning-rate", "1e30")
-    assert result.status == 1
-    assert re.fullmatch(r"error: [^\n]*not finite[^\n]*checkpoint_\d+.pt[^\n]*\n", result.stderr)
-    for path in checkpoints(run_folder_in(tmp_path)):  # none holds what exploded
-        assert all(tensor.isfinite().all() for tensor in load(path)["agent"].values())
-
-
-# Memory
-
-
-def test_what_a_large_replay_takes_is_said_and_taken_only_as_it_fills(call, tmp_path, monkeypatch):
-    argv = [*ARGV, "--buffer-size", "1000000", "--total-timesteps", "16", "--learning-starts", "4"]
-    monkeypatch.setattr(dqn, "available_memory", lambda: 10**13)
-    result = call("dqn_per_atari", *argv)
-    assert result.status == 0
-    assert re.fullmatch(r"note: --buffer-size 1000000 takes 7\.1 GB of memory when full\n", result.stderr)
-    shutil.rmtree(tmp_path / "runs")
-    monkeypatch.setattr(dqn, "available_memory", lambda: 5 * 10**9)
-    result = call("dqn_per_atari", *argv)
-    assert result.status == 2
-    (most,) = re.fullmatch(r"error: --buffer-size 1000000 [^\n]* at most --buffer-size (\d+)\n", result.stderr).groups()
-    assert dqn.replay_bytes(dqn.Args(buffer_size=int(most))) <= 5e9
-    assert not list(tmp_path.iterdir())
-
-
-def test_memory_that_files_have_only_borrowed_is_available(tmp_path):
-    """A limit of 10 GB of which 9 are taken, 7 of them by the cache of files."""
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable:   32000000 kB\n")
-    assert dqn.available_memory(tmp_path) == 32_000_000 * 1024
-    (group / "memory.current").write_text("9000000000\n")
-    (group / "memory.stat").write_text("anon 2000000000\ninactive_file 7000000000\nactive_file 0\n")
-    for limit, available in (("max", 32_000_000 * 1024), ("10000000000", 8 * 10**9)):
-        (group / "memory.max").write_text(f"{limit}\n")
-        assert dqn.available_memory(tmp_path) == available
+def test_a_learning_rate_on_the_command_line_wins_over_that_of_the_checkpoint(call, resumable):
+    """So a run that live.json has ruined can go on."""
+    name, run_folder = resumable
+    (run_folder / "live.json").write_text('{"learning_rate": 1e30}')
+    result = call("dqn_per_atari", "--resume", name)
+    assert result.status == 1 and "not finite at step" in result.notes[-1]
+    assert not (run_folder / "live.json").exists()
+    for flags in (["--learning-rate", "2e-4"], []):
+        assert call("dqn_per_atari", "--resume", name, *flags).status == 0
+        last = load(checkpoints(run_folder)[-1])
+        assert last["args"]["learning_rate"] == last["optimizer"]["param_groups"][0]["lr"] == 2e-4

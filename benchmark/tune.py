@@ -1,0 +1,101 @@
+"""Search hyperparameters with Optuna; any number of processes, on any machines that share a folder, join one study.
+
+    python benchmark/tune.py ppo_continuous --env-ids Hopper-v4 Walker2d-v4 --trials 20 --targets 3000 4000 \\
+        --space learning_rate=1e-5..1e-3:log clip_coef=0.1,0.2,0.3 -- --total-timesteps 300000
+
+A trial runs the script on each environment and seed; its value is the mean return of the final evaluations, each
+divided by its environment's target. The study is a journal, {folder}/{script}.log: the same command elsewhere joins it,
+or goes on with it, until there are so many trials. A trial whose mean of the last 20 training episodes, looked at in
+each tenth of a run, falls below the median of the others is stopped. Flags behind `--` go to the script.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import optuna
+from common import ROOT, read_events
+from optuna.storages.journal import JournalFileBackend, JournalStorage
+
+
+def suggest(trial: optuna.Trial, spec: str) -> str:
+    """A value for NAME=LOW..HIGH[:log] or NAME=A,B,C, as a flag of the script."""
+    name, _, values = spec.partition("=")
+    if ".." in values:
+        bounds, _, log = values.partition(":")
+        low, high = bounds.split("..")
+        if low.lstrip("-").isdigit() and high.lstrip("-").isdigit():
+            value = trial.suggest_int(name, int(low), int(high), log=bool(log))
+        else:
+            value = trial.suggest_float(name, float(low), float(high), log=bool(log))
+    else:
+        value = trial.suggest_categorical(name, values.split(","))
+    return f"--{name.replace('_', '-')}={value}"
+
+
+def run(trial: optuna.Trial, command: list[str], folder: Path, first: int, target: float, poll: float) -> float:
+    """Run the script, report on it from step `first` of the trial on, return its score. Raises TrialPruned."""
+    folder.mkdir(parents=True)
+    with open(folder / "console.txt", "w") as console:
+        process = subprocess.Popen(command, stdout=console, stderr=console)
+    try:
+        while process.poll() is None:
+            time.sleep(poll)
+            events = read_events(folder)
+            returns = events[events.tag == "charts/episodic_return"]
+            if len(returns):
+                total = json.loads((folder / "args.json").read_text())["total_timesteps"]
+                tenth = first + min(9, 10 * returns.step.max() // total)
+                if tenth > (trial.study.trials[trial.number].last_step or -1):
+                    trial.report(returns.value.tail(20).mean() / target, int(tenth))
+                if trial.should_prune():
+                    raise optuna.TrialPruned
+    finally:
+        process.terminate()
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"status {process.returncode}, see {folder / 'console.txt'}")
+    return float(np.mean(json.loads((folder / "result.json").read_text())["episodic_return"])) / target
+
+
+def main(argv: list[str]) -> None:
+    own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script")
+    parser.add_argument("--env-ids", nargs="+", required=True)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--targets", nargs="+", type=float, help="a return for each environment; default 1")
+    parser.add_argument("--space", nargs="+", required=True, help="NAME=LOW..HIGH[:log] or NAME=A,B,C")
+    parser.add_argument("--trials", type=int, default=20, help="of all processes together")
+    parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
+    parser.add_argument("--poll", type=float, default=10, help="seconds between looks at a run")
+    args = parser.parse_args(own)
+    targets = dict(zip(args.env_ids, args.targets or [1.0] * len(args.env_ids), strict=True))
+    args.folder.mkdir(parents=True, exist_ok=True)
+
+    def objective(trial: optuna.Trial) -> float:
+        chosen, scores = [suggest(trial, spec) for spec in args.space], []
+        for env_id in args.env_ids:
+            for seed in args.seeds:
+                mine = args.folder / args.script / str(trial.number) / f"{env_id.replace('/', '-')}__{seed}"
+                command = [sys.executable, str(ROOT / f"{args.script}.py"), "--env-id", env_id, "--seed", str(seed)]
+                command += [*flags, *chosen, "--run-folder", str(mine)]
+                scores.append(run(trial, command, mine, 10 * len(scores), targets[env_id], args.poll))
+        return float(np.mean(scores))
+
+    storage = JournalStorage(JournalFileBackend(str(args.folder / f"{args.script}.log")))
+    sampler = optuna.samplers.TPESampler(constant_liar=True)  # for several processes
+    how = {"sampler": sampler, "pruner": optuna.pruners.MedianPruner(), "direction": "maximize"}
+    study = optuna.create_study(storage=storage, study_name=args.script, load_if_exists=True, **how)
+    done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+    enough = optuna.study.MaxTrialsCallback(args.trials, states=done)
+    study.optimize(objective, callbacks=[enough], n_trials=args.trials - len(study.get_trials(states=done)))
+    print(f"best of {len(study.trials)} trials: {study.best_value:.4g} with {study.best_params}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
