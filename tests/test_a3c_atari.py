@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, Run, checkpoints, curves, load, run_folder_in, wait_for
+from conftest import ROOT, Run, checkpoints, curves, files_below, load, run_folder_in, wait_for
 
 import a3c_atari as a3c
 
@@ -834,9 +834,9 @@ def call(monkeypatch, *argv):
 )
 def test_another_network_or_other_averages_are_refused(reference, monkeypatch, flags):
     way, *flags = flags.split()
-    before = {path: path.read_bytes() for path in reference[0].iterdir()}
+    before = files_below(reference[0])
     assert call(monkeypatch, way, str(reference[0]), *flags).startswith("error: the checkpoint does not fit")
-    assert before == {path: path.read_bytes() for path in reference[0].iterdir()}
+    assert before == files_below(reference[0])
 
 
 def test_an_id_that_means_another_number_of_frames_is_refused(tmp_path, monkeypatch):

@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_made(call, tmp_path, flags):
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(OSError, match="runs"):
         call(PPO, *SMALL[PPO], *flags)
-    assert files_below(tmp_path) == {Path("runs"): b"a file"}
+    assert list(files_below(tmp_path)) == [Path("runs")]
 
 
 # Flags
