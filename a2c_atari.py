@@ -63,6 +63,7 @@ and lose on a busy one. Scores and speeds: README.md.
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -85,6 +86,7 @@ import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from ale_py.vector_env import AtariVectorEnv
@@ -141,6 +143,8 @@ class Args:
         counts = "num_envs num_steps conv3_filters log_interval torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
             sys.exit(f"error: {too_small[0]} must be at least 1")
+        if not 0 < self.learning_rate < 1e38:
+            sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.total_timesteps < self.num_envs * self.num_steps:
             sys.exit(f"error: --total-timesteps must be at least one batch of {self.num_envs * self.num_steps} steps")
 
@@ -175,12 +179,13 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
+    They are number `first` and the following of all that play together, maybe in several processes: so they are seeded.
     `fire` (N,) says where the next step will press FIRE instead of playing the action. `finished` lists the episodes
     that the last step ended: (environment, score, length), the score unclipped, the length in agent steps.
     """
 
-    def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training") -> None:
-        self.args, self.num_envs, self.run_folder, self.name = args, num_envs, run_folder, name
+    def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
+        self.args, self.num_envs, self.run_folder, self.name, self.first = args, num_envs, run_folder, name, first
         self.envs = make_atari(args, num_envs)
         buttons = list(self.envs.ale.get_action_set())
         self.num_actions = len(buttons)
@@ -188,20 +193,21 @@ class AtariEnvs:
         self.recent_returns = deque(maxlen=100)
 
     def reset(self, *key: int) -> np.ndarray:
-        """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, 4, 84, 84)."""
-        self.seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.num_envs) >> 1  # 31 bits
+        """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, C, H, W)."""
+        seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.first + self.num_envs)
+        self.seeds = seeds[self.first :] >> 1  # 31 bits
         obs, info = self.envs.reset(seed=self.seeds.astype(int))
         self.frames = info["episode_frame_number"]
         self.fire = np.full(self.num_envs, self.fire_action is not None)
         self.scores, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
         self.video = f"{self.name}-{key[0]}.mp4"
-        self.recorded = [] if self.args.capture_video else None  # actions of the first episode
+        self.recorded = [] if self.args.capture_video and self.first == 0 else None  # actions of the first episode
         return obs
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Play one step with actions (N,).
 
-        Returns the observations to act on next (N, 4, 84, 84), those that the actions led to (of the same shape;
+        Returns the observations to act on next (N, C, H, W), those that the actions led to (of the same shape;
         another one where an episode ended), the rewards, clipped to their sign, the terminations (at a lost life too)
         and the truncations (N,).
         """
@@ -286,9 +292,9 @@ class Agent(nn.Module):
             return self.policy_head(hidden).float(), self.value_head(hidden).squeeze(-1).float()
 
 
-def sample(logits: torch.Tensor, rng: np.random.Generator) -> np.ndarray:
+def sample(logits: torch.Tensor, gumbel_noise: np.ndarray) -> np.ndarray:
     """One action (N,) per row of logits: argmax of logits plus Gumbel noise is a draw from their softmax."""
-    return (logits.cpu().numpy() + rng.gumbel(size=logits.shape)).argmax(axis=1)
+    return (logits.cpu().numpy() + gumbel_noise).argmax(axis=1)
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda) -> np.ndarray:
@@ -351,19 +357,20 @@ class RMSprop(torch.optim.Optimizer):
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
-    T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
+    first, N = join_ranks(args)  # the environments of this process: all, but under torchrun
+    T, batch_size = args.num_steps, args.num_steps * args.num_envs
     device = choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the actions
-    envs = AtariEnvs(args, N, run_folder)
+    envs = AtariEnvs(args, N, run_folder, first=first)
     agent = Agent(envs.num_actions, args.conv3_filters, args.bf16).to(device)
     optimizer = RMSprop(agent.parameters(), args)
     forward = torch.compile(agent, mode="reduce-overhead" if device.type == "cuda" else None) if args.compile else agent
 
     parts = {"agent": agent, "optimizer": optimizer, "rng": rng}  # all that the rest of a run depends on
-    global_step = restore(parts, checkpoint)
+    global_step = share(parts, restore(parts, checkpoint))
     last_step = global_step + math.ceil(max(0, args.total_timesteps - global_step) / batch_size) * batch_size
-    run = Run(args, run_folder, checkpoint, last_step)
+    run = Run(args, run_folder, checkpoint, last_step) if first == 0 else Silence()
 
     actions = np.zeros((T, N), int)
     chosen, rewards, values, next_values = (np.zeros((T, N), np.float32) for _ in range(4))
@@ -378,14 +385,15 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
         # Collect T steps in each environment with the policy held fixed: [A3C] Alg. S3, the inner "repeat"
         obs = []
+        gumbel_noise = rng.gumbel(size=(T, args.num_envs, envs.num_actions))[:, first : first + N]
         with torch.no_grad():
             for t in range(T):
                 obs.append(torch.from_numpy(next_obs).to(device))  # uint8 across the bus
                 logits, value = forward(obs[t])
                 values[t] = value.cpu().numpy()
-                actions[t], chosen[t] = sample(logits, rng), ~envs.fire
+                actions[t], chosen[t] = sample(logits, gumbel_noise[t]), ~envs.fire
                 next_obs, successors, rewards[t], terminations[t], truncations[t] = envs.step(actions[t])
-                global_step += N
+                global_step += args.num_envs
                 if truncations[t].any():  # the next row is another episode's
                     next_values[t] = forward(torch.from_numpy(successors).to(device))[1].cpu().numpy()
                 for _, score, length in envs.finished:
@@ -405,6 +413,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         loss, metrics = a2c_loss(logits, new_values, b_actions, b_chosen, b_advantages, b_returns, args)
         optimizer.zero_grad()
         loss.backward()
+        average_gradients(agent)
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         if not grad_norm.isfinite():
             raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
@@ -443,7 +452,8 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     obs = envs.reset(model["global_step"], 1)
     while len(returns) < args.eval_episodes:
         logits, _ = agent(torch.from_numpy(obs).to(device))
-        obs, *_ = envs.step(logits.argmax(-1).cpu().numpy() if args.greedy else sample(logits, rng))
+        noise = 0 if args.greedy else rng.gumbel(size=logits.shape)
+        obs, *_ = envs.step(sample(logits, noise))
         for i, episodic_return, _ in envs.finished:
             returns.setdefault(i, episodic_return)  # the first episode of each environment
     envs.close()
@@ -515,7 +525,8 @@ class Run:
 
     def __init__(self, args: Args, folder: Path, checkpoint: dict | None, last_step: int) -> None:
         self.args, self.folder, self.started = args, folder, time.time()
-        self.first_step, self.seconds = (checkpoint["global_step"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
+        done = checkpoint or {"global_step": 0}
+        self.first_step, self.seconds = done["global_step"], done.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -609,6 +620,49 @@ class Run:
             HfApi().upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
 
 
+def join_ranks(args: Args) -> tuple[int, int]:
+    """Under torchrun: join the other processes (ranks). Returns the first environment of this one, and how many it has.
+
+    Every rank draws the random numbers of all environments and takes those of its own: so the ranks together play what
+    one process would play. The first rank evaluates, and writes all that is written.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0, args.num_envs
+    if args.cuda and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()  # gloo for tensors on the CPU, nccl on GPUs
+    atexit.register(dist.destroy_process_group)
+    N, rest = divmod(args.num_envs, dist.get_world_size())
+    if rest:
+        sys.exit(f"error: {args.num_envs} environments cannot be divided among {dist.get_world_size()} processes")
+    return dist.get_rank() * N, N
+
+
+def share(parts: dict, global_step: int) -> int:
+    """Give all ranks the parts and the global step of the first one."""
+    states = [{"global_step": global_step} | {name: state_of(part) for name, part in parts.items()}]
+    if dist.is_initialized():
+        dist.broadcast_object_list(states)
+        restore(parts, states[0])
+    return states[0]["global_step"]
+
+
+def average_gradients(module: nn.Module) -> None:
+    """Replace the gradients by their means over the ranks, in one message."""
+    if dist.is_initialized():
+        gradients = [parameter.grad for parameter in module.parameters()]
+        flat = nn.utils.parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat / dist.get_world_size(), gradients)
+
+
+class Silence:
+    """The run of the other ranks: it writes nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
 def parse_args() -> tuple[Args, Path, dict | None]:
     """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one.
 
@@ -652,7 +706,7 @@ def main() -> None:
         hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
-    except gym.error.Error as error:
+    except (gym.error.Error, OSError) as error:
         sys.exit(f"error: {error}")
     except FloatingPointError as error:
         sys.exit(f"\nerror: {error}")

@@ -174,11 +174,13 @@ class Args:
         counts = "total_timesteps num_workers num_steps log_interval torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
             sys.exit(f"error: {too_small[0]} must be at least 1")
+        if not 0 < self.learning_rate < 1e38:
+            sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.max_episode_length < 10:  # the end of one with fewer frames than the next one's no-ops is not noticed
             sys.exit("error: max_episode_length must be at least 10")
 
 
-def make_envs(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv:
+def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv:
     """Make environments with observations (N, C, H, 42) in uint8, or in colour (N, 1, 210, 160, 3), for a video.
 
     C is one frame with an LSTM, four without; H is 42, or 55 of which the network crops 42.
@@ -211,33 +213,35 @@ def make_envs(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
+    They are number `first` and the following of all that play together, maybe in several processes: so they are seeded.
     `fire` (N,) says where the next step will press FIRE instead of playing the action. `finished` lists the episodes
     that the last step ended: (environment, score, length), the score unclipped, the length in agent steps.
     """
 
-    def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training") -> None:
-        self.args, self.num_envs, self.run_folder, self.name = args, num_envs, run_folder, name
-        self.envs = make_envs(args, num_envs)
+    def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
+        self.args, self.num_envs, self.run_folder, self.name, self.first = args, num_envs, run_folder, name, first
+        self.envs = make_atari(args, num_envs)
         buttons = list(self.envs.ale.get_action_set())
         self.num_actions = len(buttons)
         self.fire_action = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
         self.recent_returns = deque(maxlen=100)
 
     def reset(self, *key: int) -> np.ndarray:
-        """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, C, H, 42)."""
-        self.seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.num_envs) >> 1  # 31 bits
+        """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, C, H, W)."""
+        seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.first + self.num_envs)
+        self.seeds = seeds[self.first :] >> 1  # 31 bits
         obs, info = self.envs.reset(seed=self.seeds.astype(int))
         self.frames = info["episode_frame_number"]
         self.fire = np.full(self.num_envs, self.fire_action is not None)
         self.scores, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
         self.video = f"{self.name}-{key[0]}.mp4"
-        self.recorded = [] if self.args.capture_video else None  # actions of the first episode
+        self.recorded = [] if self.args.capture_video and self.first == 0 else None  # actions of the first episode
         return obs
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Play one step with actions (N,).
 
-        Returns the observations to act on next (N, C, H, 42), those that the actions led to (of the same shape;
+        Returns the observations to act on next (N, C, H, W), those that the actions led to (of the same shape;
         another one where an episode ended), the rewards, clipped to their sign, the terminations (at a lost life too)
         and the truncations (N,).
         """
@@ -267,7 +271,7 @@ class AtariEnvs:
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
 
         (self.run_folder / "videos").mkdir(exist_ok=True)
-        envs = make_envs(self.args, 1, colour=True)
+        envs = make_atari(self.args, 1, colour=True)
         frames, _ = envs.reset(seed=self.seeds[:1].astype(int))
         with FFMPEG_VideoWriter(str(self.run_folder / "videos" / self.video), (320, 420), fps=15) as video:
             for action in self.recorded:  # frame by frame: an episode may be long
@@ -343,9 +347,9 @@ class Agent(nn.Module):
         return self.policy_head(hidden), self.value_head(hidden).squeeze(-1)
 
 
-def sample(logits: torch.Tensor, rng: np.random.Generator) -> np.ndarray:
+def sample(logits: torch.Tensor, gumbel_noise: np.ndarray) -> np.ndarray:
     """One action (N,) per row of logits: argmax of logits plus Gumbel noise is a draw from their softmax."""
-    return (logits.cpu().numpy() + rng.gumbel(size=logits.shape)).argmax(axis=1)
+    return (logits.cpu().numpy() + gumbel_noise).argmax(axis=1)
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda) -> np.ndarray:
@@ -487,7 +491,7 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
             while len(rollout) < args.num_steps and not ended:
                 with torch.no_grad():
                     logits, state = act(torch.from_numpy(obs).to(device), state)
-                action, chosen = sample(logits, rng), ~envs.fire
+                action, chosen = sample(logits, rng.gumbel(size=logits.shape)), ~envs.fire
                 next_obs, successor, reward, termination, truncation = envs.step(action)
                 rollout.append((obs, action, chosen, reward, termination, truncation))
                 obs, ended = next_obs, termination[0] or truncation[0]
@@ -601,7 +605,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     obs, state = envs.reset(model["global_step"], 1), agent.initial_state(args.eval_episodes)
     while len(returns) < args.eval_episodes:
         logits, state = agent.step(torch.from_numpy(obs).to(device), state)
-        actions = logits.argmax(-1).cpu().numpy() if args.greedy else sample(logits, rng)
+        actions = logits.argmax(-1).cpu().numpy() if args.greedy else sample(logits, rng.gumbel(size=logits.shape))
         obs, _, _, terminations, truncations = envs.step(actions)
         going = torch.from_numpy(~(terminations | truncations)).to(device)[:, None]
         state = tuple(part * going for part in state)
@@ -676,7 +680,8 @@ class Run:
 
     def __init__(self, args: Args, folder: Path, checkpoint: dict | None, last_step: int) -> None:
         self.args, self.folder, self.started = args, folder, time.time()
-        self.first_step, self.seconds = (checkpoint["global_step"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
+        done = checkpoint or {"global_step": 0}
+        self.first_step, self.seconds = done["global_step"], done.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -846,7 +851,7 @@ def main() -> None:
         hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
-    except gym.error.Error as error:
+    except (gym.error.Error, OSError) as error:
         sys.exit(f"error: {error}")
     except FloatingPointError as error:
         sys.exit(f"\nerror: {error}")

@@ -168,8 +168,8 @@ class Args:
         counts += " torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
             sys.exit(f"error: {too_small[0]} must be at least 1")
-        if self.learning_rate <= 0:
-            sys.exit("error: --learning-rate must be positive")
+        if not 0 < self.learning_rate < 1e38:
+            sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.middle_fraction > self.end_fraction:
             sys.exit("error: --middle-fraction is more than --end-fraction")
         if self.total_timesteps < self.num_envs * self.num_steps:
@@ -210,12 +210,13 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
+    They are number `first` and the following of all that play together, maybe in several processes: so they are seeded.
     `fire` (N,) says where the next step will press FIRE instead of playing the action. `finished` lists the episodes
     that the last step ended: (environment, score, length), the score unclipped, the length in agent steps.
     """
 
-    def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training") -> None:
-        self.args, self.num_envs, self.run_folder, self.name = args, num_envs, run_folder, name
+    def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
+        self.args, self.num_envs, self.run_folder, self.name, self.first = args, num_envs, run_folder, name, first
         self.envs = make_atari(args, num_envs)
         buttons = list(self.envs.ale.get_action_set())
         self.num_actions = len(buttons)
@@ -223,20 +224,21 @@ class AtariEnvs:
         self.recent_returns = deque(maxlen=100)
 
     def reset(self, *key: int) -> np.ndarray:
-        """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, 4, 84, 84)."""
-        self.seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.num_envs) >> 1  # 31 bits
+        """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, C, H, W)."""
+        seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.first + self.num_envs)
+        self.seeds = seeds[self.first :] >> 1  # 31 bits
         obs, info = self.envs.reset(seed=self.seeds.astype(int))
         self.frames = info["episode_frame_number"]
         self.fire = np.full(self.num_envs, self.fire_action is not None)
         self.scores, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
         self.video = f"{self.name}-{key[0]}.mp4"
-        self.recorded = [] if self.args.capture_video else None  # actions of the first episode
+        self.recorded = [] if self.args.capture_video and self.first == 0 else None  # actions of the first episode
         return obs
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Play one step with actions (N,).
 
-        Returns the observations to act on next (N, 4, 84, 84), those that the actions led to (of the same shape;
+        Returns the observations to act on next (N, C, H, W), those that the actions led to (of the same shape;
         another one where an episode ended), the rewards, clipped to their sign, the terminations (at a lost life too)
         and the truncations (N,).
         """
@@ -664,7 +666,7 @@ def live_learning_rate(args: Args, run_folder: Path) -> float | None:
         rate = float(json.loads(path.read_text(encoding="utf-8-sig"))["learning_rate"])
     except Exception:  # nonsense has many kinds
         rate = math.nan
-    if 0 < rate < math.inf and rate != args.learning_rate:
+    if 0 < rate < 1e38 and rate != args.learning_rate:
         return rate
     if rate != args.learning_rate:
         print(f'note: {path} is ignored: it must be like {{"learning_rate": {args.learning_rate}}}', file=sys.stderr)
@@ -753,7 +755,8 @@ class Run:
 
     def __init__(self, args: Args, folder: Path, checkpoint: dict | None, last_step: int) -> None:
         self.args, self.folder, self.started = args, folder, time.time()
-        self.first_step, self.seconds = (checkpoint["global_step"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
+        done = checkpoint or {"global_step": 0}
+        self.first_step, self.seconds = done["global_step"], done.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -890,7 +893,7 @@ def main() -> None:
         hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
-    except gym.error.Error as error:
+    except (gym.error.Error, OSError) as error:
         sys.exit(f"error: {error}")
     except FloatingPointError as error:
         sys.exit(f"\nerror: {error}")

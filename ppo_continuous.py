@@ -55,6 +55,7 @@ steps. Scores and speeds: README.md.
 """
 
 import argparse
+import atexit
 import contextlib
 import copy
 import dataclasses
@@ -80,6 +81,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from gymnasium.wrappers import FlattenObservation, RecordVideo
@@ -134,8 +136,10 @@ class Args:
         counts = "num_envs num_steps update_epochs num_minibatches torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
             sys.exit(f"error: {too_small[0]} must be at least 1")
-        batch_size = self.num_envs * self.num_steps
-        if batch_size % self.num_minibatches or (self.norm_adv and batch_size == self.num_minibatches):
+        if not 0 < self.learning_rate < 1e38:
+            sys.exit("error: --learning-rate must be positive, and small enough for float32")
+        batch_size, ranks = self.num_envs * self.num_steps, int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+        if batch_size % (self.num_minibatches * ranks) or (self.norm_adv and batch_size == self.num_minibatches):
             sys.exit(f"error: {self.num_minibatches} equal minibatches of 2 or more steps from {batch_size} steps?")
         if self.total_timesteps < batch_size:
             sys.exit(f"error: --total-timesteps must be at least one batch of {batch_size} steps")
@@ -196,11 +200,12 @@ class Environments:
     """N environments with normalised observations and scaled rewards, which count whole episodes.
 
     `frozen` stops the statistics, for evaluation. `finished` lists the episodes that the last step ended, (environment,
-    return, length): the return neither scaled nor discounted, the length in agent steps.
+    return, length): the return neither scaled nor discounted, the length in agent steps. They are number `first` and
+    the following of all that play together, maybe in several processes: so they are seeded.
     """
 
-    def __init__(self, args: Args, num_envs: int, run_folder: Path, frozen: bool = False) -> None:
-        self.args, self.num_envs, self.run_folder, self.frozen = args, num_envs, run_folder, frozen
+    def __init__(self, args: Args, num_envs: int, run_folder: Path, frozen: bool = False, first: int = 0) -> None:
+        self.args, self.num_envs, self.run_folder, self.frozen, self.first = args, num_envs, run_folder, frozen, first
         self.envs = [make_env(args.env_id)]
         self.low, self.high = self.envs[0].action_space.low, self.envs[0].action_space.high
         self.obs_dim, self.action_dim = len(self.envs[0].observation_space.low), len(self.low)
@@ -211,11 +216,12 @@ class Environments:
         """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, D)."""
         self.close()
         # Trap: a reset is not enough. It leaves traces in some environments (Box2D's walker keeps its world)
-        self.envs = [make_env(self.args.env_id, self.args.capture_video and i == 0) for i in range(self.num_envs)]
-        if self.args.capture_video:
+        capture_video = self.args.capture_video and self.first == 0
+        self.envs = [make_env(self.args.env_id, capture_video and i == 0) for i in range(self.num_envs)]
+        if capture_video:
             name, videos = f"{'evaluation' if self.frozen else 'training'}-{key[0]}", str(self.run_folder / "videos")
             self.envs[0] = RecordVideo(self.envs[0], videos, lambda episode: episode == 0, name_prefix=name)
-        seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.num_envs)
+        seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.first + self.num_envs)[self.first :]
         raw_obs = np.stack([env.reset(seed=int(seed))[0] for env, seed in zip(self.envs, seeds)])
         self.discounted_returns, self.returns = np.zeros(self.num_envs), np.zeros(self.num_envs)
         self.lengths = np.zeros(self.num_envs, int)
@@ -329,7 +335,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def ppo_loss(logprobs, entropy, values, old_logprobs, old_values, advantages, returns, args) -> tuple:
     """The loss to be minimised (), minus [PPO] Eq. (9), and its metrics {name: ()}. Tensors (B,), the entropy ()."""
     if args.norm_adv:
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        mean, std = mean_and_std(advantages)
+        advantages = (advantages - mean) / (std + 1e-8)
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
     # [PPO] Eq. (7): a lower bound; a gain beyond the clip earns nothing more, a loss counts in full
@@ -373,6 +380,7 @@ def minibatch_step(agent, args, theta, exp_avg, exp_avg_sq, adam_steps, learning
         return ppo_loss(*torch.func.functional_call(agent, parameters, (obs, actions)), *rest, args)
 
     grad, metrics = torch.func.grad(loss_of, has_aux=True)(theta)
+    grad = average(grad)
     grad_norm = grad.norm()
     grad = grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     t = adam_steps.add_(1).double()  # Trap: torch.compile loses what is written into a float64 () on the CPU
@@ -385,11 +393,12 @@ def minibatch_step(agent, args, theta, exp_avg, exp_avg_sq, adam_steps, learning
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
-    T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
+    first, N = join_ranks(args)  # the environments of this process: all, but under torchrun
+    T, batch_size = args.num_steps, args.num_steps * args.num_envs
     device = choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the noise and the minibatches
-    envs = Environments(args, N, run_folder)
+    envs = Environments(args, N, run_folder, first=first)
     agent = Agent(envs.obs_dim, envs.action_dim, args.log_std_init).to(device)
     theta = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
     nn.utils.vector_to_parameters(theta, agent.parameters())  # from here on they are views of theta
@@ -398,9 +407,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
     parts = {"agent": agent, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "adam_steps": adam_steps, "rng": rng}
     parts |= {"obs_stats": envs.obs_stats, "return_stats": envs.return_stats}  # all that the rest of a run depends on
-    global_step = restore(parts, checkpoint)
+    global_step = share(parts, restore(parts, checkpoint))
     last_step = global_step + math.ceil(max(0, args.total_timesteps - global_step) / batch_size) * batch_size
-    run = Run(args, run_folder, checkpoint, last_step)
+    run = Run(args, run_folder, checkpoint, last_step) if first == 0 else Silence()
 
     obs = np.zeros((T, N, envs.obs_dim), np.float32)
     successors = np.zeros((T, N, envs.obs_dim), np.float32)
@@ -411,6 +420,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     next_obs = None
 
     while global_step < last_step:
+        before = copy.copy(envs.obs_stats), copy.copy(envs.return_stats)
         if next_obs is None or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step, parts)
             next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
@@ -418,25 +428,27 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
         # Collect T steps in each environment: [PPO] Alg. 1, line 3. The parameters stay; the statistics move
         mean_action = numpy_actor(agent.actor)
-        noise = rng.standard_normal((T, N, envs.action_dim), np.float32) * agent.log_std.detach().exp().cpu().numpy()
+        noise = rng.standard_normal((T, args.num_envs, envs.action_dim), np.float32)[:, first : first + N]
+        noise = noise * agent.log_std.detach().exp().cpu().numpy()
         for t in range(T):
             obs[t] = next_obs
             actions[t] = mean_action(next_obs) + noise[t]  # Detail: the loss sees the unclipped action
             next_obs, successors[t], rewards[t], terminations[t], truncations[t] = envs.step(actions[t])
-            global_step += N
+            global_step += args.num_envs
             for _, score, length in envs.finished:
                 run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
+        merge((envs.obs_stats, envs.return_stats), before)  # what the ranks have counted, under torchrun
 
         # Estimate the advantages: [PPO] Alg. 1, line 4
-        b_obs = torch.from_numpy(obs).view(batch_size, -1).to(device)
-        b_actions = torch.from_numpy(actions).view(batch_size, -1).to(device)
+        b_obs = torch.from_numpy(obs).view(T * N, -1).to(device)
+        b_actions = torch.from_numpy(actions).view(T * N, -1).to(device)
         with torch.no_grad():
             b_logprobs, _, b_values = agent(b_obs, b_actions)
             next_values = agent.critic(torch.from_numpy(successors).to(device)).squeeze(-1).cpu().numpy()  # (T, N)
         values = b_values.view(T, N).cpu().numpy()
         ends = terminations if args.bootstrap_truncation else terminations | truncations
         advantages = compute_gae(rewards, values, next_values, ends, truncations, args.gamma, args.gae_lambda)
-        b_advantages = torch.from_numpy(advantages).view(batch_size).to(device)
+        b_advantages = torch.from_numpy(advantages).view(T * N).to(device)
         b_returns = b_advantages + b_values
 
         # K epochs of minibatches: [PPO] Alg. 1, line 6
@@ -444,10 +456,10 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         state = (theta, exp_avg, exp_avg_sq, adam_steps, alpha)
         batch = (b_obs, b_actions, b_logprobs, b_values, b_advantages, b_returns)
         for _ in range(args.update_epochs):
-            order = torch.from_numpy(rng.permutation(batch_size)).to(device)
+            order = torch.from_numpy(rng.permutation(T * N)).to(device)
             minibatches = zip(*(rows[order].chunk(args.num_minibatches) for rows in batch))
             epoch = [step(*state, minibatch) for minibatch in minibatches]
-            metrics = {name: torch.stack([each[name] for each in epoch]).mean() for name in epoch[0]}
+            metrics = {name: average(torch.stack([each[name] for each in epoch]).mean()) for name in epoch[0]}
             if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
                 break
 
@@ -552,7 +564,8 @@ class Run:
 
     def __init__(self, args: Args, folder: Path, checkpoint: dict | None, last_step: int) -> None:
         self.args, self.folder, self.started = args, folder, time.time()
-        self.first_step, self.seconds = (checkpoint["global_step"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
+        done = checkpoint or {"global_step": 0}
+        self.first_step, self.seconds = done["global_step"], done.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -687,7 +700,8 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
             fast = torch.compile(step, fullgraph=True, options={option: True})
         elif fast is None:
             fast = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
-            if not on_gpu:  # there TorchScript would compile kernels of its own, with other rounding
+            # On a GPU TorchScript would compile kernels of its own, with other rounding; it cannot trace messages
+            if not on_gpu and not dist.is_initialized():
                 with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile
                     fast = torch.jit.trace(fast, copy.deepcopy(tensors), check_trace=False, strict=False)
         metrics = fast(*tensors)
@@ -695,6 +709,72 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
         return {name: metric.clone() for name, metric in metrics.items()} if on_gpu else metrics
 
     return call
+
+
+def join_ranks(args: Args) -> tuple[int, int]:
+    """Under torchrun: join the other processes (ranks). Returns the first environment of this one, and how many it has.
+
+    Every rank draws the random numbers of all environments and takes those of its own: so the ranks together play what
+    one process would play. The first rank evaluates, and writes all that is written.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0, args.num_envs
+    if args.cuda and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()  # gloo for tensors on the CPU, nccl on GPUs
+    atexit.register(dist.destroy_process_group)
+    N, rest = divmod(args.num_envs, dist.get_world_size())
+    if rest:
+        sys.exit(f"error: {args.num_envs} environments cannot be divided among {dist.get_world_size()} processes")
+    return dist.get_rank() * N, N
+
+
+def share(parts: dict, global_step: int) -> int:
+    """Give all ranks the parts and the global step of the first one."""
+    states = [{"global_step": global_step} | {name: state_of(part) for name, part in parts.items()}]
+    if dist.is_initialized():
+        dist.broadcast_object_list(states)
+        restore(parts, states[0])
+    return states[0]["global_step"]
+
+
+def average(tensor: torch.Tensor) -> torch.Tensor:
+    """The mean of a tensor over the ranks; without torchrun the tensor."""
+    if not dist.is_initialized():
+        return tensor
+    from torch.distributed._functional_collectives import all_reduce  # of the kinds of it the one that can be traced
+
+    return all_reduce(tensor, "sum", dist.group.WORLD) / dist.get_world_size()
+
+
+def mean_and_std(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean () and standard deviation () of a vector (B,) that goes on over all ranks."""
+    if not dist.is_initialized():
+        return x.mean(), x.std()
+    mean, count = average(x.mean()), len(x) * dist.get_world_size()
+    return mean, (average((x - mean).square().mean()) * count / (count - 1)).sqrt()
+
+
+def merge(statistics: tuple[RunningMeanStd, ...], before: tuple[RunningMeanStd, ...]) -> None:
+    """Count in all what every rank has counted since `before`, when the ranks' statistics were the same."""
+    for stats, old in zip(statistics, before) if dist.is_initialized() else ():
+        shift = average(torch.tensor(stats.mean)).numpy()  # moments about the same point are sums, which add up
+
+        def moments(of: RunningMeanStd, shift: np.ndarray = shift) -> np.ndarray:
+            offset = of.mean - shift
+            return np.stack([of.count + 0 * offset, of.count * offset, of.m2 + of.count * offset**2])
+
+        counted = average(torch.tensor(moments(stats) - moments(old))).numpy() * dist.get_world_size()
+        count, total, squares = moments(old) + counted
+        stats.count = int(count.max().round())
+        stats.mean, stats.m2 = shift + total / stats.count, squares - total**2 / stats.count
+
+
+class Silence:
+    """The run of the other ranks: it writes nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
@@ -740,7 +820,7 @@ def main() -> None:
         hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
-    except gym.error.Error as error:
+    except (gym.error.Error, OSError) as error:
         sys.exit(f"error: {error}")
     except FloatingPointError as error:
         sys.exit(f"\nerror: {error}")

@@ -176,6 +176,8 @@ class Args:
         counts += "target_update_interval test_nepisode log_interval torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
             sys.exit(f"error: {too_small[0]} must be at least 1")
+        if not 0 < self.learning_rate < 1e38:
+            sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.batch_size > self.buffer_size:
             sys.exit(f"error: a replay of {self.buffer_size} episodes never holds a minibatch of {self.batch_size}")
         if self.capture_video if self.env_id.startswith("smac/") else self.save_replay:
@@ -793,7 +795,8 @@ class Run:
 
     def __init__(self, args: Args, folder: Path, checkpoint: dict | None, last_step: int) -> None:
         self.args, self.folder, self.started = args, folder, time.time()
-        self.first_step, self.seconds = (checkpoint["global_step"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
+        done = checkpoint or {"global_step": 0}
+        self.first_step, self.seconds = done["global_step"], done.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -945,7 +948,7 @@ def main() -> None:
         hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
-    except gym.error.Error as error:
+    except (gym.error.Error, OSError) as error:
         sys.exit(f"error: {error}")
     except FloatingPointError as error:
         sys.exit(f"\nerror: {error}")
