@@ -46,7 +46,8 @@ def caught_by(row: dict) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         plant(row, Path(folder))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        for files in ([f"tests/test_{row['script']}.py"], [*SHARED, "-k", row["script"]]):
+        ranks = ["tests/test_torchrun.py"] * (row["script"] in ("ppo_continuous", "a2c_atari"))
+        for files in ([f"tests/test_{row['script']}.py", *ranks], [*SHARED, "-k", row["script"]]):
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *files]
             result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
             if result.returncode:

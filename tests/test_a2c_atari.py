@@ -565,11 +565,11 @@ def test_actions_are_drawn_from_the_softmax():
     logits = torch.tensor([[2.0, -1.0, 0.5, 0.0, -3.0], [100.0, 101.0, 100.0, 99.5, 98.0]], device=DEVICE)
     rng = np.random.default_rng(0)
     for row in logits:
-        actions = a2c.sample(row.expand(20_000, 5), rng)
+        actions = a2c.sample(row.expand(20_000, 5), rng.gumbel(size=(20_000, 5)))
         expected = 20_000 * row.softmax(0).cpu().numpy()
         assert ((np.bincount(actions, minlength=5) - expected) ** 2 / expected).sum() < 18.5
     certain = torch.tensor([[0.0, 100.0], [100.0, 0.0]], device=DEVICE)
-    np.testing.assert_array_equal(a2c.sample(certain, rng), [1, 0])
+    np.testing.assert_array_equal(a2c.sample(certain, rng.gumbel(size=(2, 2))), [1, 0])
 
 
 def test_bf16_is_float32_but_for_its_precision(tmp_path):
@@ -812,14 +812,14 @@ def test_episodes_depend_on_the_seed_the_step_and_on_who_plays(tmp_path, monkeyp
         what()
         return [seed for envs in made for seeds in envs.seeds for seed in seeds]
 
-    def sample(logits, rng, sample=a2c.sample):
-        drawn.append(str(rng.bit_generator.state))
-        return sample(logits, rng)
+    def sample(logits, gumbel_noise, sample=a2c.sample):
+        drawn.append(gumbel_noise.tobytes())
+        return sample(logits, gumbel_noise)
 
     def play(seed, step):
         return seeds_of(lambda: a2c.AtariEnvs(make_args(seed=seed), 4, tmp_path).reset(step))
 
-    made, drawn, generators = [], [], []  # the state of the actions' generator, at each draw and at first
+    made, drawn, noises = [], [], []  # the noise of the actions, at each step and at first
     monkeypatch.setattr(a2c, "make_atari", make_atari)
     monkeypatch.setattr(a2c, "sample", sample)
     starts = play(1, 0), play(2, 0), play(1, 512), play(1, 1024)
@@ -828,20 +828,20 @@ def test_episodes_depend_on_the_seed_the_step_and_on_who_plays(tmp_path, monkeyp
     # A run of two checkpoints before its end, and evaluations of it
     options = dict(total_timesteps=40, checkpoint_interval=20, eval_episodes=4)
     whole = seeds_of(lambda: a2c.train(make_args(**options), tmp_path, None))
-    generators.append(drawn[0])
+    noises.append(drawn[0])
     training, at_the_end = whole[:8], whole[8:]
     assert training == play(1, 0) + play(1, 20) and len(set(whole)) == 12
     model = a2c.load_checkpoint(tmp_path)
 
     def evaluation(seed=1, **changes):
         seeds = seeds_of(lambda: a2c.evaluate(make_args(**options, seed=seed), model | changes, tmp_path))
-        generators.append(drawn[0])
+        noises.append(drawn[0])
         return seeds
 
     assert evaluation() == at_the_end
     others = whole, evaluation(seed=2), evaluation(global_step=20), play(2, 0), play(2, 40), play(1, 40)
     assert len({seed for other in others for seed in other}) == sum(map(len, others))
-    assert len(set(generators)) == 4
+    assert len(set(noises)) == 4
 
 
 def test_catch_is_learned(tmp_path, monkeypatch):

@@ -115,9 +115,9 @@ class Tape:
 
             return noted
 
-        def sample(logits, rng, sample=a3c.sample):
+        def sample(logits, gumbel_noise, sample=a3c.sample):
             self.acted.append(logits[0].clone())
-            return sample(logits, rng)
+            return sample(logits, gumbel_noise)
 
         patch.setattr(a3c, "sample", sample)
         patch.setattr(a3c, "prepare_worker", a3c.choose_device)
@@ -494,7 +494,7 @@ def test_no_two_workers_checkpoints_or_evaluations_share_episodes(tmp_path, monk
 def test_the_playing_field_fills_the_frame():
     """42 rows of 55 are rows 34 to 194 of the screen, to a third of a row: where Pong's ball can be."""
     assert abs(9 * 210 / 55 - 34) < 0.4 and abs(51 * 210 / 55 - 194) < 0.8
-    envs = a3c.make_envs(a3c.Args(), 1)
+    envs = a3c.make_atari(a3c.Args(), 1)
     obs, _ = envs.reset(seed=np.array([1]))
     assert obs.shape == (1, 1, 55, 42)
     walls = obs[0, 0].mean(1)
@@ -568,7 +568,7 @@ ACTOR_LEARNER = a3c.actor_learner
 
 
 def toy_worker(*args):
-    a3c.make_envs = make_catch
+    a3c.make_atari = make_catch
     ACTOR_LEARNER(*args)
 
 
@@ -590,7 +590,7 @@ def failing_worker(rank, *args):
 def train_catch(tmp_path, monkeypatch):
     """Train on Catch in a folder of its own. Returns the folder and its last checkpoint."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(a3c, "make_envs", make_catch)
+    monkeypatch.setattr(a3c, "make_atari", make_catch)
     monkeypatch.setattr(a3c, "actor_learner", toy_worker)
     monkeypatch.setattr(a3c, "evaluate", lambda *_: {"episodic_return": [0.0]})
 

@@ -352,11 +352,12 @@ def test_one_process_continues_what_two_began(two, tmp_path):
 
 
 def torchrun(script, cwd, *flags, restarts=0):
-    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", free_port(), "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", str(restarts), "--local-ranks-filter", "0"]
     command += [str(ROOT / f"{script}.py"), *FLAGS[script], *flags]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    # Without it ranks that begin again find the addresses of those that have died, if they are quick
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen(command, cwd=cwd, start_new_session=True, env=env, **pipes)
 
 
