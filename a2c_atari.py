@@ -214,7 +214,7 @@ class AtariEnvs:
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
         actions = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
         next_obs, rewards, terminations, truncations, info = self.envs.step(actions)
-        # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames begin anew
+        # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames start over
         over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
         self.frames = info["episode_frame_number"]
         self.fire = (terminations | truncations) & (self.fire_action is not None)

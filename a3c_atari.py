@@ -26,7 +26,7 @@ once and without a lock ("Hogwild"), whatever the others are doing, takes a new 
 [PPO]   Schulman, Wolski, Dhariwal, Radford, Klimov 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
 [37]    Huang, Dossa, Raffin, Kanervisto, Wang 2022, "The 37 implementation details of PPO", ICLR blog track
 
-    symbol          variable           shape            meaning (t steps of a rollout, A num_actions, P parameters)
+    symbol          variable           shape            meaning (t steps of a rollout, P parameters)
     \theta          shared.theta       (P,)             parameters of the shared model, in one vector
     \theta'         local_theta        (P,)             those of the worker's copy, `local_model`
     d\theta         grad               (P,)             gradient of a rollout's loss with respect to theta'
@@ -39,8 +39,9 @@ once and without a lock ("Hogwild"), whatever the others are doing, takes a new 
     R               returns            (t,)             n-step return, [A3C] Alg. S3; with lambda < 1 the lambda-return
     R - V           advantages         (t,)             with lambda < 1 [GAE] Eq. (16)
                     chosen             (t,)             1 where the agent chose a_t, 0 where FIRE was pressed for it
-    \pi(a|s), V(s)  logits, values     (t+1, A), (t+1,) policy before the softmax, value function
-    H, \beta        entropy, ent_coef  (t,), ()         entropy of the policy and its weight, [A3C] Sec. 4
+    \pi(a|s)        logits             (t+1, A)         before the softmax, A actions
+    V(s)            values             (t+1,)           value function
+    H, \beta        entropy, ent_coef  (), ()           summed entropy of the policy, its weight, [A3C] Sec. 4
     m, v, t         m, v, t            (P,), (P,), ()   Adam's averages and its number of updates, [ADAM] Alg. 1
     g               square_avg         (P,)             RMSprop's average of squared gradients, [A3C] Sec. 4
 
@@ -248,7 +249,7 @@ class AtariEnvs:
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
         actions = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
         next_obs, rewards, terminations, truncations, info = self.envs.step(actions)
-        # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames begin anew
+        # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames start over
         over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
         self.frames = info["episode_frame_number"]
         self.fire = (terminations | truncations) & (self.fire_action is not None)

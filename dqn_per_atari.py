@@ -23,13 +23,13 @@ as an older copy of the network sees it.
 [ALE]   Machado, Bellemare, Talvitie, Veness, Hausknecht, Bowling 2018, "Revisiting the arcade learning environment",
         JAIR 61, arXiv:1709.06009
 
-    symbol          variable           shape            meaning (N num_envs, n n_step, B batch_size, A actions)
+    symbol          variable           shape            meaning (N num_envs, n n_step, B batch_size)
     s_t             obs                (N, 4, 84, 84)   the last four frames, uint8, one per agent step
     a_t             actions            (N,)             index of a joystick position
     r_t             rewards            (N,)             reward, its sign only
-    Q(s, a)         q_network          (B, A)           value of each action, parameters theta
-    Q'(s, a)        target_network     (B, A)           the same with older parameters theta-minus
-    V, A            value, advantage   (B, 1), (B, A)   the two streams of Q, [DUEL] Eq. (9)
+    Q(s, a)         q_network          (B, num_actions) value of each action, parameters theta
+    Q'(s, a)        target_network     (B, num_actions) the same with older parameters theta-minus
+    V, A            value, advantage   (B, 1), as Q     the two streams of Q, [DUEL] Eq. (9)
     R^(n)           returns            (B,)             discounted sum of n rewards, [RBW] "Multi-step learning"
     \gamma^n        discounts          (B,)             of the bootstrap's value; 0 after a termination
     s_{t+n}         next_obs           (B, 4, 84, 84)   the bootstrap
@@ -245,7 +245,7 @@ class AtariEnvs:
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
         actions = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
         next_obs, rewards, terminations, truncations, info = self.envs.step(actions)
-        # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames begin anew
+        # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames start over
         over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
         self.frames = info["episode_frame_number"]
         self.fire = (terminations | truncations) & (self.fire_action is not None)
@@ -341,7 +341,7 @@ class SumTree:
     def set(self, leaves: np.ndarray, values: np.ndarray | float) -> None:
         """Write values (K,) to leaves (K,); of a leaf named twice the last one stays.
 
-        Sums are computed anew from both children: nothing drifts. Raises FloatingPointError where a value is negative
+        Sums are computed from both children again: nothing drifts. Raises FloatingPointError where a value is negative
         or not finite: a single NaN would go up to the root, and nothing could be drawn any more.
         """
         if not np.all((values >= 0) & (values < np.inf)):
@@ -512,7 +512,7 @@ def td_loss(q_network, target_network, obs, actions, returns, discounts, next_ob
 
 
 @torch.no_grad()
-def act(q_network: QNetwork, obs: np.ndarray, epsilon: float, rng: np.random.Generator) -> np.ndarray:
+def epsilon_greedy(q_network: QNetwork, obs: np.ndarray, epsilon: float, rng: np.random.Generator) -> np.ndarray:
     """The best actions (N,) for observations (N, 4, 84, 84), each with probability epsilon replaced by a random one."""
     q_values = q_network(q_network.scale(torch.from_numpy(obs).to(next(q_network.parameters()).device)))
     best = q_values.argmax(dim=-1).cpu().numpy()
@@ -565,7 +565,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         # Play num_steps steps in each environment: [DQN] Alg. 1, from "select a random action" to "store transition"
         for _ in range(args.num_steps):
             frames, ages = obs[:, -1], np.minimum(envs.lengths, 3)
-            actions = act(q_network, obs, epsilon, rng)
+            actions = epsilon_greedy(q_network, obs, epsilon, rng)
             if envs.fire.any():  # the replay holds what is played
                 actions[envs.fire] = envs.fire_action
             obs, _, rewards, terminations, truncations = envs.step(actions)
@@ -624,7 +624,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     rng, returns = np.random.default_rng([args.seed, model["global_step"], 1]), {}
     obs = envs.reset(model["global_step"], 1)
     while len(returns) < args.eval_episodes:
-        obs, *_ = envs.step(act(q_network, obs, args.eval_epsilon, rng))
+        obs, *_ = envs.step(epsilon_greedy(q_network, obs, args.eval_epsilon, rng))
         for i, episodic_return, _ in envs.finished:
             returns.setdefault(i, episodic_return)  # the first episode of each environment
     envs.close()

@@ -660,7 +660,7 @@ class Run:
 
 
 def numpy_actor(actor: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
-    """The network as a numpy function, obs (N, D) -> mean action (N, A); to be made anew after each update.
+    """The network as a numpy function, obs (N, D) -> mean action (N, A); to be made again after each update.
 
     One observation at a time, torch's overhead is several times the arithmetic. A network that holds other layers than
     Linear (with a bias) and Tanh is asked through torch.
@@ -682,7 +682,7 @@ def numpy_actor(actor: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
 def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
     """minibatch_step as a straight line of tensor operations, traced at the first call, or compiled.
 
-    Autograd finds out anew in every minibatch what it has to do, and for networks this small that takes longer than
+    Autograd works out in every minibatch what it has to do, and for networks this small that takes longer than
     doing it. Traced, the same operations run in the same order, so the results are the same to the bit. All that is
     Python in it (shapes, coefficients, flags) is fixed.
     """

@@ -33,7 +33,7 @@ maximum over all joint actions is found agent by agent, and the agents can play 
     s          state                (T+1, B, S)      the whole battle, for the mixing network only
     u^a        actions              (T, B, n)        an agent's action; the team's is **u**
     r          rewards              (T, B, 1)        the team's reward
-    \tau^a     hidden               (N, n, H)        what an agent has seen and done, in N environments: its GRU's state
+    \tau^a     hidden               (N, n, H)        what an agent has seen and done, (B n, H) in `unroll`
     Q_a        agent_qs             (T+1, B, n, A)   the value of each action to each agent
                chosen_action_qvals  (T, B, n)        that of the actions taken
     Q_tot      q_tot                (P, 1)           the value of the team's action, [QMIX] Sec. 4
@@ -65,14 +65,14 @@ Where this differs from the papers or from their program, PyMARL, and why:
     to 0..1, as SMAC's is. Its episodes have up to 101 steps: the limit is compared before the step is counted.
   * Three faults of the package SMAC are mended: after a crash its step() returns `0, True, {}` (the episode is
     dropped); the maximum that it divides rewards by counts units twice that appear late; a reset before the end of the
-    first episode launches a second game.
+    first episode launches a second program.
   * At each checkpoint the environments begin new episodes with a seed made of (seed, global_step), interrupted there or
-    not, and the replay is in the checkpoint. So resuming is exact to the bit, but not with StarCraft II, where a game
+    not, and the replay is in the checkpoint. So resuming is exact to the bit, but not with StarCraft II, which
     keeps running from episode to episode with the seed of its launch.
 
 Steps are those of the team. SMAX runs on the CPU, whatever torch's device is. `--env-id smac/3m`, the real SMAC, needs
 StarCraft II: README.md says what to install. It was written against the package's interface and tested with a stand-in,
-never with the game. Scores and speeds: README.md.
+never with StarCraft II itself. Scores and speeds: README.md.
 
     python qmix_smac.py --env-id 3m                 # writes runs/3m__qmix_smac__1__...
     python qmix_smac.py --resume runs/3m__...       # continues an interrupted run, exactly
@@ -198,10 +198,10 @@ def make_smax(map_name: str) -> tuple:
     """A SMAX map ([SMAX] Sec. 3), its Shape, and the functions of N environments on it, which JAX compiles.
 
     begin(seeds (N,)) gives simulators and what is observed. step(simulators, actions (N, n)) gives these and rewards,
-    terminations, truncations and victories, all (N,). restart(mask (N,), simulators, observed) begins some anew.
+    terminations, truncations and victories, all (N,). restart(mask (N,), simulators, observed) resets some.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the GPU is torch's
-    sys.modules["jaxmarl.environments.mabrax"] = None  # Trap: this part of jaxmarl sets sys.stdout anew
+    sys.modules["jaxmarl.environments.mabrax"] = None  # Trap: this part of jaxmarl replaces sys.stdout
     with contextlib.redirect_stdout(io.StringIO()):  # the import prints two lines
         import jax
         import jax.numpy as jnp
@@ -280,14 +280,14 @@ class Smax:
 
 
 class Smac(gym.Env):
-    """A game of StarCraft II on a map of the package SMAC ([SMAC]), which keeps running from episode to episode."""
+    """StarCraft II on a map of the package SMAC ([SMAC]): one program, which keeps running from episode to episode."""
 
     def __init__(self, map_name: str, replay_dir: str) -> None:
         try:
             from smac.env import StarCraft2Env
         except ImportError as error:  # PyPI's smac is another project
             sys.exit(f"error: smac/{map_name} needs pip install git+https://github.com/oxwhirl/smac ({error})")
-        self.map_name, self.game = map_name, None
+        self.map_name, self.env = map_name, None
         # Detail: continuing_episode only makes step() say where the time limit was reached; PyMARL has it off
         self.launch = functools.partial(StarCraft2Env, map_name, continuing_episode=True, replay_dir=replay_dir)
         info = self.launch().get_env_info()  # which launches nothing yet
@@ -301,41 +301,41 @@ class Smac(gym.Env):
         )
 
     def observe(self) -> dict:
-        game = self.game
-        return {"obs": game.get_obs(), "state": game.get_state(), "avail_actions": game.get_avail_actions()}
+        env = self.env
+        return {"obs": env.get_obs(), "state": env.get_state(), "avail_actions": env.get_avail_actions()}
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
-        """Begin an episode. The first time, launch the game, with this seed; later seeds have no effect."""
-        if self.game is not None:
-            self.game.reset()
+        """Begin an episode. The first time, launch the program, with this seed; later seeds have no effect."""
+        if self.env is not None:
+            self.env.reset()
             return self.observe(), {}
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that close() is called
-        for descriptor in (1, 2):  # this is a process of its own (AsyncVectorEnv's), and games have a lot to say
+        for descriptor in (1, 2):  # this is a process of its own (AsyncVectorEnv's), and StarCraft II has a lot to say
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        # Trap: replays are named after the second in which they are written, and games are many
-        self.game = self.launch(seed=seed, replay_prefix=f"{self.map_name}_{seed}")
-        self.game.reset()
-        # Trap: the package counts a unit again for each look at the game at which others have not appeared yet
-        health = sum(unit.health_max + unit.shield_max for unit in self.game.enemies.values())
-        self.game.max_reward = self.game.n_enemies * self.game.reward_death_value + self.game.reward_win + health
-        # Trap: before the end of the first episode another reset would launch another game beside this one
-        self.game._episode_count = 1
+        # Trap: replays are named after the second in which they are written, by all processes at once
+        self.env = self.launch(seed=seed, replay_prefix=f"{self.map_name}_{seed}")
+        self.env.reset()
+        # Trap: the package counts a unit again for each look at the units at which others have not appeared yet
+        health = sum(unit.health_max + unit.shield_max for unit in self.env.enemies.values())
+        self.env.max_reward = self.env.n_enemies * self.env.reward_death_value + self.env.reward_win + health
+        # Trap: before the end of the first episode another reset would launch a second program
+        self.env._episode_count = 1
         return self.observe(), {}
 
     def step(self, actions: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
         """Play one step with actions (n,)."""
-        reward, ended, info = self.game.step(actions)
-        crashed = "battle_won" not in info  # Trap: after a crash the package launches a game and returns 0, True, {}
+        reward, ended, info = self.env.step(actions)
+        crashed = "battle_won" not in info  # Trap: after a crash the package launches another and returns 0, True, {}
         won, truncated = info.get("battle_won", False), info.get("episode_limit", False)
         return self.observe(), reward, ended and not truncated, truncated, {"won": won, "crashed": crashed}
 
     def save_replay(self) -> None:
-        """Have the game write a replay of all its episodes."""
-        self.game.save_replay()
+        """Have StarCraft II write a replay of all its episodes."""
+        self.env.save_replay()
 
     def close(self) -> None:
-        if self.game is not None:
-            self.game.close()
+        if self.env is not None:
+            self.env.close()
 
 
 class Episode(NamedTuple):
@@ -350,7 +350,7 @@ class Episode(NamedTuple):
     no_bootstrap: torch.Tensor  # (T, 1): 1 at the last step, if the target there is the reward alone, else 0
 
 
-class Environments:
+class TeamEnvs:
     """N environments on a map of SMAX or SMAC. Where an episode ends, it becomes an Episode, and the next one begins.
 
     What the agents act on: obs (N, n, O), avail_actions (N, n, A), and last_actions (N, n), -1 before the first one.
@@ -597,7 +597,7 @@ def qmix_loss(agent, mixer, target_agent, target_mixer, batch: Episode, args: Ar
 
 
 @torch.no_grad()
-def act(agent, envs: Environments, hidden: torch.Tensor, epsilon=0.0, rng=None) -> tuple[np.ndarray, torch.Tensor]:
+def select_actions(agent: Agent, envs: TeamEnvs, hidden: torch.Tensor, epsilon=0.0, rng=None) -> tuple:
     """Actions (N, n), each agent's best available one or, with probability epsilon, any; the next hidden (N, n, H)."""
     obs, last_actions = (torch.from_numpy(rows).to(hidden.device) for rows in (envs.obs, envs.last_actions))
     agent_qs, hidden = agent(agent.inputs(obs, last_actions), hidden)
@@ -609,7 +609,7 @@ def act(agent, envs: Environments, hidden: torch.Tensor, epsilon=0.0, rng=None) 
     return actions, hidden
 
 
-def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[float], list[float]]:
+def play(agent: Agent, envs: TeamEnvs, num_episodes: int) -> tuple[list[float], list[float]]:
     """Play greedy episodes from a reset on. Returns their returns, and 1.0 for a victory, else 0.0.
 
     Each environment plays its share. The first `num_episodes` to end would be short ones, too many of them defeats.
@@ -617,7 +617,7 @@ def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[floa
     hidden, returns, won = agent.first_hidden(envs.num_envs), [], []
     share = np.bincount(np.arange(num_episodes) % envs.num_envs, minlength=envs.num_envs)
     while share.any():
-        actions, hidden = act(agent, envs, hidden)
+        actions, hidden = select_actions(agent, envs, hidden)
         hidden[envs.step(actions)] = 0
         for i, _, score, victory in envs.finished:
             if share[i]:
@@ -632,8 +632,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     N, device = args.num_envs, choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the exploration and the minibatches
-    envs = Environments(args, N, run_folder)
-    test_envs = Environments(args, min(N, args.test_nepisode), run_folder, "test")
+    envs = TeamEnvs(args, N, run_folder)
+    test_envs = TeamEnvs(args, min(N, args.test_nepisode), run_folder, "test")
     agent, mixer = (network.to(device) for network in make_networks(args, envs.shape))
     target_agent, target_mixer = copy.deepcopy(agent), copy.deepcopy(mixer)
     parameters = [*agent.parameters(), *mixer.parameters()]
@@ -668,7 +668,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         epsilon = args.epsilon_start + annealed * (args.epsilon_finish - args.epsilon_start)
 
         # Collect one step in each environment
-        actions, hidden = act(agent, envs, hidden, epsilon, rng)
+        actions, hidden = select_actions(agent, envs, hidden, epsilon, rng)
         ended = envs.step(actions)
         hidden[ended] = 0  # Trap: else an episode is played from another state than it is replayed from
         global_step += N
@@ -716,13 +716,13 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     episodes depend on the seed, on the model's step and on `args.num_envs`; none of them is one of training's.
     """
     device = choose_device(args)
-    envs = Environments(args, min(args.num_envs, args.eval_episodes), run_folder, "evaluation")
+    envs = TeamEnvs(args, min(args.num_envs, args.eval_episodes), run_folder, "evaluation")
     agent = Agent(envs.shape, args.rnn_hidden_dim).to(device)
     restore({"agent": agent}, model)
     envs.reset(model["global_step"], 1)
     returns, won = play(agent, envs, args.eval_episodes)
     if args.save_replay:
-        (run_folder / "replays").mkdir(exist_ok=True)  # Trap: games that make it at the same moment collide
+        (run_folder / "replays").mkdir(exist_ok=True)  # Trap: processes that make it at the same moment collide
         try:
             envs.envs.call("save_replay")
         except Exception as error:  # whatever it is: the run is over, and its model is still to be written

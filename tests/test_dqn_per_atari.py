@@ -510,7 +510,7 @@ class OneHot(nn.Module):
 def test_exploration_is_random_as_often_as_epsilon_says():
     obs, rng = np.arange(100_000, dtype=np.int64)[:, None, None, None] % 4, np.random.default_rng(0)
     for epsilon in (0.0, 0.3, 1.0):
-        actions = dqn.act(OneHot(), obs, epsilon, rng)
+        actions = dqn.epsilon_greedy(OneHot(), obs, epsilon, rng)
         best = np.mean(actions == np.arange(100_000) % 4)
         assert best == pytest.approx(1 - epsilon * 3 / 4, abs=0.006)
 
@@ -725,7 +725,7 @@ def test_numbers_that_slow_a_cpu_down_are_flushed_to_zero_which_changes_no_param
 def test_schedules_are_parts_of_the_run(tmp_path, tiny, monkeypatch):
     """What is logged, and what the exploration and the replay are given: 4 steps and, in the end, 2 draws a time."""
     used = {"charts/epsilon": [], "charts/per_beta": []}
-    act, sample = dqn.act, dqn.Replay.sample
+    act, sample = dqn.epsilon_greedy, dqn.Replay.sample
 
     def spy_on_act(q_network, obs, epsilon, rng):
         used["charts/epsilon"].append(epsilon)
@@ -735,7 +735,7 @@ def test_schedules_are_parts_of_the_run(tmp_path, tiny, monkeypatch):
         used["charts/per_beta"].append(beta)
         return sample(self, size, beta, *rest)
 
-    monkeypatch.setattr(dqn, "act", spy_on_act)
+    monkeypatch.setattr(dqn, "epsilon_greedy", spy_on_act)
     monkeypatch.setattr(dqn.Replay, "sample", spy_on_sample)
     train(tmp_path, total_timesteps=640, updates=2, batch_size=2, learning_starts=600, buffer_size=800)
     points = scalars(tmp_path)

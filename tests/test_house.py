@@ -12,7 +12,7 @@ from conftest import ROOT, SCRIPTS
 from mutations import mutations
 
 # Of what stands in several scripts these differ. All else of the same name is the same text
-OWN = {"Args", "Agent", "AtariEnvs", "Environments", "act", "train", "evaluate", "accelerate", "SCRIPT", "PACKAGES"}
+OWN = {"Args", "Agent", "train", "evaluate", "accelerate", "SCRIPT", "PACKAGES"}
 RUN = """exp_name seed torch_deterministic cuda torch_threads compile track wandb_project_name wandb_entity
     capture_video save_model upload_model hf_entity checkpoint_interval run_folder resume evaluate
     eval_episodes""".split()

@@ -27,7 +27,7 @@ from conftest import (
 )
 
 import qmix_smac as q
-from qmix_smac import Args, Environments, Episode, EpisodeReplay, Shape
+from qmix_smac import Args, Episode, EpisodeReplay, Shape, TeamEnvs
 
 SHAPE = Shape(n_agents=3, n_actions=4, obs_dim=5, state_dim=6)
 SMALL = (
@@ -287,7 +287,7 @@ def test_all_episodes_are_drawn_alike():
 
 
 def seen(obs, avail_actions, last_actions):
-    """What `act` reads of Environments."""
+    """What `select_actions` reads of TeamEnvs."""
     arrays = {"obs": np.asarray(obs, np.float32), "avail_actions": np.asarray(avail_actions)}
     return types.SimpleNamespace(**arrays, last_actions=np.asarray(last_actions))
 
@@ -316,11 +316,11 @@ def test_epsilon_is_each_agents_own_share_of_random_actions_and_all_are_availabl
     avail = (rng.random((4000, 3, 4)) < 0.5).astype(np.uint8)
     avail[..., 2] = 1
     envs = seen(rng.normal(size=(4000, 3, 5)), avail, np.full((4000, 3), -1))
-    greedy, _ = q.act(agent, envs, agent.first_hidden(4000))
+    greedy, _ = q.select_actions(agent, envs, agent.first_hidden(4000))
     assert np.take_along_axis(avail, greedy[..., None], axis=-1).all()
     chances = 1 - 1 / avail.sum(axis=-1)  # a random action may be the best one
     for epsilon in (0.0, 0.3, 1.0):
-        actions, _ = q.act(agent, envs, agent.first_hidden(4000), epsilon, rng)
+        actions, _ = q.select_actions(agent, envs, agent.first_hidden(4000), epsilon, rng)
         assert np.take_along_axis(avail, actions[..., None], axis=-1).all()
         other = actions != greedy
         assert other.mean() == pytest.approx(epsilon * chances.mean(), abs=0.015)
@@ -477,11 +477,11 @@ def test_all_maps_are_there_and_a_wrong_one_is_told_them():
             q.Smax(name, 1)
 
 
-# Environments, on episodes that count
+# TeamEnvs, on episodes that count
 
 
 class Counting:
-    """Environments of two agents whose observations say in which, episode and step they are; rewards are a tenth of t.
+    """TeamEnvs of two agents whose observations say in which, episode and step they are; rewards are a tenth of t.
 
     Episode e of environment i is 3 + (e + 2 i) % 7 steps long; of three one is cut off, of five one is won. Two of four
     actions are available, another two in each step. In environment 1 every fourth episode ends in a crash.
@@ -528,7 +528,7 @@ class Counting:
 
 @pytest.fixture
 def counting(monkeypatch):
-    """Environments count; the list of those that have been made."""
+    """TeamEnvs count; the list of those that have been made."""
     made = []
 
     def make(map_name, num_envs):
@@ -541,7 +541,7 @@ def counting(monkeypatch):
 
 @pytest.mark.parametrize("bootstrap_timeouts", [False, True])
 def test_episodes_hold_what_happened(counting, tmp_path, capsys, bootstrap_timeouts):
-    envs = Environments(Args(bootstrap_timeouts=bootstrap_timeouts, seed=4), 3, tmp_path)
+    envs = TeamEnvs(Args(bootstrap_timeouts=bootstrap_timeouts, seed=4), 3, tmp_path)
     envs.reset(1000)
     rng, episodes, taken = np.random.default_rng(0), [], [[], [], []]
     for k in range(200):
@@ -587,7 +587,7 @@ def test_episodes_hold_what_happened(counting, tmp_path, capsys, bootstrap_timeo
 
 def test_seeds_are_made_of_the_runs_seed_and_the_key(counting, tmp_path):
     for seed, key in ((1, (5,)), (1, (5,)), (1, (6,)), (2, (5,)), (1, (5, 1)), (1, (5, 2))):
-        Environments(Args(seed=seed), 3, tmp_path).reset(*key)
+        TeamEnvs(Args(seed=seed), 3, tmp_path).reset(*key)
     seeds = [tuple(made.seeds[0]) for made in counting]
     assert seeds[0] == seeds[1] and len(set(seeds)) == 5
     assert all(len(set(each)) == 3 and 0 <= min(each) and max(each) < 2**31 for each in seeds)
@@ -595,7 +595,7 @@ def test_seeds_are_made_of_the_runs_seed_and_the_key(counting, tmp_path):
 
 def test_every_environment_plays_its_share(counting, tmp_path):
     """Seven episodes in three environments: the first three of the first, two of each of the others."""
-    envs = Environments(Args(), 3, tmp_path)
+    envs = TeamEnvs(Args(), 3, tmp_path)
     envs.reset(0)
     agent, _ = q.make_networks(Args(rnn_hidden_dim=8), Counting.shape)
     returns, won = q.play(agent, envs, 7)
@@ -642,8 +642,8 @@ def test_the_two_step_game(mixer, best, second):
         optimizer.step()
     everything = np.ones((1, 2, 2), bool)
     envs = seen(np.eye(3)[[[0, 0]]], everything, [[-1, -1]])
-    first, hidden = q.act(agent, envs, agent.first_hidden(1))
-    then, _ = q.act(agent, seen(np.eye(3)[[[1 + first[0, 0]] * 2]], everything, first), hidden)
+    first, hidden = q.select_actions(agent, envs, agent.first_hidden(1))
+    then, _ = q.select_actions(agent, seen(np.eye(3)[[[1 + first[0, 0]] * 2]], everything, first), hidden)
     assert payoffs[first[0, 0]][then[0, 0]][then[0, 1]] == best
     # The values of game 2B, after u = (1, 0): [QMIX] Table 2; VDN's are the least squares of a sum
     last = torch.tensor([[[-1, -1]], [[1, 0]]])
@@ -661,7 +661,7 @@ def test_the_two_step_game(mixer, best, second):
 def count_and_train(folder, monkeypatch, checkpoint=None, **options):
     """Train on what counts. Returns the arguments, the last checkpoint, and events and minibatches in order."""
     events, batches = [], []
-    add, qmix_loss, step = EpisodeReplay.add, q.qmix_loss, Environments.step
+    add, qmix_loss, step = EpisodeReplay.add, q.qmix_loss, TeamEnvs.step
 
     def spy_on_add(self, episode):
         events.append("add")
@@ -679,7 +679,7 @@ def count_and_train(folder, monkeypatch, checkpoint=None, **options):
 
     monkeypatch.setattr(EpisodeReplay, "add", spy_on_add)
     monkeypatch.setattr(q, "qmix_loss", spy_on_loss)
-    monkeypatch.setattr(Environments, "step", spy_on_step)
+    monkeypatch.setattr(TeamEnvs, "step", spy_on_step)
     defaults = dict(num_envs=3, total_timesteps=450, batch_size=4, buffer_size=500, checkpoint_interval=200)
     defaults |= dict(test_interval=10**9, log_interval=50, eval_episodes=2, target_update_interval=7, cuda=False)
     args = Args(**defaults | options)
@@ -778,7 +778,7 @@ def no_unlink(save_checkpoint):
 
 
 def test_memory_begins_with_each_episode_and_no_test_is_one_of_training(tmp_path, monkeypatch, counting):
-    act = q.act
+    act = q.select_actions
     seen_names = []
 
     def spy(agent, envs, hidden, *rest):
@@ -787,7 +787,7 @@ def test_memory_begins_with_each_episode_and_no_test_is_one_of_training(tmp_path
         assert ((hidden == 0).all(dim=-1).all(dim=-1).numpy() == first).all()
         return act(agent, envs, hidden, *rest)
 
-    monkeypatch.setattr(q, "act", spy)
+    monkeypatch.setattr(q, "select_actions", spy)
     count_and_train(tmp_path, monkeypatch, test_interval=100)
     assert set(seen_names) == {"training", "test", "evaluation"}
     training, tests, evaluation = counting
@@ -916,7 +916,7 @@ def test_the_interface_of_the_real_package():
 
 @pytest.mark.skipif(not HAS_SMAC or not os.environ.get("SC2PATH"), reason="StarCraft II is not installed")
 def test_an_episode_of_the_real_game(tmp_path):
-    envs = Environments(Args(env_id="smac/3m"), 1, tmp_path)
+    envs = TeamEnvs(Args(env_id="smac/3m"), 1, tmp_path)
     envs.reset(1)
     for _ in range(70):
         envs.step((np.random.default_rng(0).random(envs.avail_actions.shape) * envs.avail_actions).argmax(axis=-1))
@@ -1018,7 +1018,7 @@ def runs(pid):
 
 
 def test_games_of_smac_go_on_from_episode_to_episode(stand_in, tmp_path, capfd):
-    envs = Environments(Args(env_id="smac/toy"), 2, tmp_path, "test")
+    envs = TeamEnvs(Args(env_id="smac/toy"), 2, tmp_path, "test")
     assert envs.shape == (1, 4, 2, 3)
     envs.reset(11)
     seeds = envs.obs[:, 0, 1].tolist()
@@ -1048,7 +1048,7 @@ def test_games_of_smac_go_on_from_episode_to_episode(stand_in, tmp_path, capfd):
 
 
 def test_time_limits_of_smac_are_bootstrapped_where_that_is_wanted(stand_in, tmp_path):
-    envs = Environments(Args(env_id="smac/toy", bootstrap_timeouts=True), 1, tmp_path, "test")
+    envs = TeamEnvs(Args(env_id="smac/toy", bootstrap_timeouts=True), 1, tmp_path, "test")
     envs.reset(1)
     for _ in range(5):
         envs.step(np.array([[0]]))
@@ -1058,7 +1058,7 @@ def test_time_limits_of_smac_are_bootstrapped_where_that_is_wanted(stand_in, tmp
 
 
 def test_a_reset_in_the_first_episode_launches_no_second_game(stand_in, tmp_path):
-    envs = Environments(Args(env_id="smac/toy"), 1, tmp_path, "test")
+    envs = TeamEnvs(Args(env_id="smac/toy"), 1, tmp_path, "test")
     for key in range(3):
         envs.reset(key)
         envs.step(np.array([[0]]))
