@@ -55,7 +55,7 @@ Where this differs from common practice, and why:
     not: the vectorised emulator cannot save its state. So resuming is exact to the bit.
 
 Steps are agent steps, four frames each. Two torch threads pay on a quiet machine (the convolutions are large enough)
-and lose on a busy one. Scores and speeds: README.md.
+and lose on a busy one. `torchrun` divides the environments among processes. Scores and speeds: README.md.
 
     python a2c_atari.py --env-id BreakoutNoFrameskip-v4            # writes runs/BreakoutNoFrameskip-v4__a2c_...
     python a2c_atari.py --resume runs/BreakoutNoFrameskip-v4__...   # continues an interrupted run, exactly
@@ -413,7 +413,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         loss, metrics = a2c_loss(logits, new_values, b_actions, b_chosen, b_advantages, b_returns, args)
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(agent)
+        average_gradients(agent)  # over the processes
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         if not grad_norm.isfinite():
             raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")

@@ -47,7 +47,7 @@ Where this differs from common practice, and why:
     or not: gymnasium's common interface cannot save a simulator's state. So resuming is exact to the bit.
 
 The networks are small: one thread of the CPU is the default, and a GPU would wait most of the time. Steps are agent
-steps. Scores and speeds: README.md.
+steps. `torchrun` divides the environments among processes. Scores and speeds: README.md.
 
     python ppo_continuous.py --env-id HalfCheetah-v4              # writes runs/HalfCheetah-v4__ppo_continuous__1__...
     python ppo_continuous.py --resume runs/HalfCheetah-v4__...    # continues an interrupted run, exactly
@@ -420,7 +420,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     next_obs = None
 
     while global_step < last_step:
-        before = copy.copy(envs.obs_stats), copy.copy(envs.return_stats)
+        before = copy.copy(envs.obs_stats), copy.copy(envs.return_stats)  # the same in all processes
         if next_obs is None or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step, parts)
             next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
@@ -437,7 +437,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             global_step += args.num_envs
             for _, score, length in envs.finished:
                 run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
-        merge((envs.obs_stats, envs.return_stats), before)  # what the ranks have counted, under torchrun
+        merge((envs.obs_stats, envs.return_stats), before)  # what each has counted: the same again
 
         # Estimate the advantages: [PPO] Alg. 1, line 4
         b_obs = torch.from_numpy(obs).view(T * N, -1).to(device)

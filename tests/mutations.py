@@ -4,7 +4,7 @@
     python tests/mutations.py --script ppo_continuous -n 2
 
 Each bug is planted into a copy of the project, where the tests of that script run until the first failure: first its
-own file, then the shared ones. It prints the test that caught the bug, or `survived`; then the status is 1.
+own file, then the shared ones; the other way round where the bug stands behind the script's divider. It prints the test that caught the bug, or `survived`; then the status is 1.
 `mutations.csv` beside this file is the list: script, what the bug is, the old text, which stands exactly once in the
 script (`test_house.py` checks that), and the new text.
 """
@@ -47,7 +47,9 @@ def caught_by(row: dict) -> str | None:
         plant(row, Path(folder))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         ranks = ["tests/test_torchrun.py"] * (row["script"] in ("ppo_continuous", "a2c_atari"))
-        for files in ([f"tests/test_{row['script']}.py", *ranks], [*SHARED, "-k", row["script"]]):
+        order = [[f"tests/test_{row['script']}.py", *ranks], [*SHARED, "-k", row["script"]]]
+        algorithm = (ROOT / f"{row['script']}.py").read_text().split("# ----- The run")[0]
+        for files in order if row["old"] in algorithm else reversed(order):
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *files]
             result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
             if result.returncode:

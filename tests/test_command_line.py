@@ -224,7 +224,8 @@ def test_help_names_every_flag_with_its_comment(call, tmp_path, script):
 @pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
 @pytest.mark.parametrize(
     "content",
-    [{"script": "another"}, {"args": None}, {"args": [1]}, {"args": {"bogus": 1}}, {"agent": None}, {"agent": {}}, 5],
+    [{"script": "another"}, {"args": [1]}, {"args": {"bogus": 1}}, {"agent": {}}, 5]
+    + [{name: None} for name in ("script", "args", "agent", "global_step")],
     ids=str,
 )
 def test_what_is_not_a_run_of_this_script(call, finished, tmp_path, script, flag, content):
@@ -236,6 +237,15 @@ def test_what_is_not_a_run_of_this_script(call, finished, tmp_path, script, flag
     before = files_below(tmp_path)
     assert_refused(call(script, flag, name), 1, "")
     assert files_below(tmp_path) == before
+
+
+@ppo_only
+def test_a_run_that_does_not_know_its_seconds_goes_on(call, finished, tmp_path, script):
+    name = copy_run(finished[1], tmp_path)
+    for path in checkpoints(tmp_path / name):
+        torch.save({key: value for key, value in load(path).items() if key != "seconds"}, path)
+    assert call(script, "--resume", name, "--total-timesteps", "2304").status == 0
+    assert json.loads((tmp_path / name / "result.json").read_text())["seconds"] > 0
 
 
 @ppo_only
