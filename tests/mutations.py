@@ -4,7 +4,8 @@
     python tests/mutations.py --script ppo_continuous -n 2
 
 Each bug is planted into a copy of the project, where the tests of that script run until the first failure: first its
-own file, then the shared ones; the other way round where the bug stands behind the script's divider. It prints the test that caught the bug, or `survived`; then the status is 1.
+own file, then the shared ones; the other way round where the bug stands behind the script's divider. It prints the
+test that caught the bug, or `survived`; then the status is 1.
 `mutations.csv` beside this file is the list: script, what the bug is, the old text, which stands exactly once in the
 script (`test_house.py` checks that), and the new text.
 """

@@ -176,6 +176,17 @@ def test_a2c_sends_one_message_an_update(tmp_path):
 # The parts of PPO
 
 
+def test_environments_are_seeded_by_their_place_among_all(tmp_path):
+    args = ppo.Args(env_id="Pendulum-v1")
+
+    def states(num_envs, first):
+        envs = ppo.Environments(args, num_envs, tmp_path, first=first)
+        envs.reset(0)
+        return [tuple(env.unwrapped.state) for env in envs.envs]
+
+    assert states(2, 0) + states(2, 2) == states(4, 0) and len(set(states(4, 0))) == 4
+
+
 class Call:
     """A sabotage that runs a function of the rank, in joined processes, instead of the script."""
 
