@@ -55,7 +55,7 @@ Where this differs from common practice, and why:
     not: the vectorised emulator cannot save its state. So resuming is exact to the bit.
 
 Steps are agent steps, four frames each. Two torch threads pay on a quiet machine (the convolutions are large enough)
-and lose on a busy one. `torchrun` divides the environments among processes. Scores and speeds: README.md.
+and lose on a busy one. `torchrun` divides the environments among processes, the ranks. Scores and speeds: README.md.
 
     python a2c_atari.py --env-id BreakoutNoFrameskip-v4            # writes runs/BreakoutNoFrameskip-v4__a2c_...
     python a2c_atari.py --resume runs/BreakoutNoFrameskip-v4__...   # continues an interrupted run, exactly
@@ -63,7 +63,6 @@ and lose on a busy one. `torchrun` divides the environments among processes. Sco
 """
 
 import argparse
-import atexit
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -179,7 +178,7 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
-    They are number `first` and the following of all that play together, maybe in several processes: so they are seeded.
+    `first` is the number of the first environment here among those of all processes; the seeds follow these numbers.
     `fire` (N,) says where the next step will press FIRE instead of playing the action. `finished` lists the episodes
     that the last step ended: (environment, score, length), the score unclipped, the length in agent steps.
     """
@@ -318,8 +317,9 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def a2c_loss(logits, values, actions, chosen, advantages, returns, args) -> tuple[torch.Tensor, dict]:
     r"""The loss to be minimised (), and its metrics {name: ()}. Tensors (B,), logits (B, num_actions).
 
-    -\log\pi(a|s) A - \beta H(\pi(s)) + vf_coef (R - V)^2, averaged: its gradient is minus that of [A3C] Sec. 4, and
-    the value's of Alg. S3. `advantages` and `returns` are constants; FIRE pressed for the agent is not its merit.
+    -\log\pi(a|s) A - \beta H(\pi(s)) + vf_coef (R - V)^2, averaged. The policy's gradient is minus that of [A3C] Sec. 4
+    (which ascends), the value's is that of Alg. S3 times vf_coef. `advantages` and `returns` are constants. FIRE
+    pressed for the agent is not its merit.
     """
     log_probs = logits.log_softmax(dim=-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
@@ -357,7 +357,7 @@ class RMSprop(torch.optim.Optimizer):
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
-    first, N = join_ranks(args)  # the environments of this process: all, but under torchrun
+    first, N = join_ranks(args)  # N environments from number `first` on: all, or this rank's share under torchrun
     T, batch_size = args.num_steps, args.num_steps * args.num_envs
     device = choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
@@ -370,7 +370,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     parts = {"agent": agent, "optimizer": optimizer, "rng": rng}  # all that the rest of a run depends on
     global_step = share(parts, restore(parts, checkpoint))
     last_step = global_step + math.ceil(max(0, args.total_timesteps - global_step) / batch_size) * batch_size
-    run = Run(args, run_folder, checkpoint, last_step) if first == 0 else Silence()
+    run = Run(args, run_folder, checkpoint, last_step) if first == 0 else SilentRun()
 
     actions = np.zeros((T, N), int)
     chosen, rewards, values, next_values = (np.zeros((T, N), np.float32) for _ in range(4))
@@ -401,6 +401,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             last_value = forward(torch.from_numpy(next_obs).to(device))[1].cpu().numpy()
 
         # Returns: [A3C] Alg. S3, R = V(s_t) at the end of the rollout, 0 after a terminal state, then R = r_i + gamma R
+        # (GAE with lambda = 1 sums up to R - V(s_t))
         next_values = np.where(truncations, next_values, np.concatenate([values[1:], last_value[None]]))
         ends = terminations if args.bootstrap_truncation else terminations | truncations
         advantages = compute_gae(rewards, values, next_values, ends, truncations, args.gamma, args.gae_lambda)
@@ -413,7 +414,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         loss, metrics = a2c_loss(logits, new_values, b_actions, b_chosen, b_advantages, b_returns, args)
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(agent)  # over the processes
+        average_gradients(agent)  # over the ranks
         grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         if not grad_norm.isfinite():
             raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
@@ -428,6 +429,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             run.progress(global_step, envs.recent_returns)
 
     envs.close()
+    leave_ranks()
     run.finish(global_step, parts, model=("agent",))
 
 
@@ -569,7 +571,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, parts: dict) -> dict:
-        """What a checkpoint or model.pt holds. `seconds` counts all processes, but not what a kill undid."""
+        """What a checkpoint or model.pt holds. `seconds` is wall time of all parts of a resumed run."""
         seconds = self.seconds + time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: state_of(part) for name, part in parts.items()}
@@ -620,31 +622,43 @@ class Run:
             HfApi().upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
 
 
-def join_ranks(args: Args) -> tuple[int, int]:
-    """Under torchrun: join the other processes (ranks). Returns the first environment of this one, and how many it has.
+def num_ranks() -> int:
+    """How many processes torchrun has started, each of which is a rank; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
-    Every rank draws the random numbers of all environments and takes those of its own: so the ranks together play what
-    one process would play. The first rank evaluates, and writes all that is written.
+
+def join_ranks(args: Args) -> tuple[int, int]:
+    """Under torchrun: join the other ranks. Returns the number of this rank's first environment, and how many it has.
+
+    Every rank draws the random numbers of all environments and takes those of its own. The first rank of a training
+    evaluates and writes all files; the episodes in its log are its own.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 0, args.num_envs
+    N, rest = divmod(args.num_envs, num_ranks())
+    if rest:
+        sys.exit(f"error: {args.num_envs} environments cannot be divided among {num_ranks()} processes")
+    if num_ranks() == 1:
+        return 0, N
     if args.cuda and torch.cuda.is_available():
+        if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            sys.exit(f"error: more processes than the {torch.cuda.device_count()} GPUs; --no-cuda, or fewer")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()  # gloo for tensors on the CPU, nccl on GPUs
-    atexit.register(dist.destroy_process_group)
-    N, rest = divmod(args.num_envs, dist.get_world_size())
-    if rest:
-        sys.exit(f"error: {args.num_envs} environments cannot be divided among {dist.get_world_size()} processes")
     return dist.get_rank() * N, N
 
 
-def share(parts: dict, global_step: int) -> int:
-    """Give all ranks the parts and the global step of the first one."""
-    states = [{"global_step": global_step} | {name: state_of(part) for name, part in parts.items()}]
+def leave_ranks() -> None:
+    """End what join_ranks began, before the first rank alone goes on."""
     if dist.is_initialized():
-        dist.broadcast_object_list(states)
-        restore(parts, states[0])
-    return states[0]["global_step"]
+        dist.destroy_process_group()
+
+
+def share(parts: dict, global_step: int) -> int:
+    """Give all ranks the parts and the global step of the first one. Returns that step."""
+    if not dist.is_initialized():
+        return global_step
+    states = [{"global_step": global_step} | {name: state_of(part) for name, part in parts.items()}]
+    dist.broadcast_object_list(states)
+    return restore(parts, states[0])
 
 
 def average_gradients(module: nn.Module) -> None:
@@ -656,8 +670,8 @@ def average_gradients(module: nn.Module) -> None:
         nn.utils.vector_to_parameters(flat / dist.get_world_size(), gradients)
 
 
-class Silence:
-    """The run of the other ranks: it writes nothing."""
+class SilentRun:
+    """Stands for `Run` in all ranks but the first: it does nothing."""
 
     def __getattr__(self, name):
         return lambda *_, **__: None

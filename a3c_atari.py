@@ -214,7 +214,7 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
-    They are number `first` and the following of all that play together, maybe in several processes: so they are seeded.
+    `first` is the number of the first environment here among those of all processes; the seeds follow these numbers.
     `fire` (N,) says where the next step will press FIRE instead of playing the action. `finished` lists the episodes
     that the last step ended: (environment, score, length), the score unclipped, the length in agent steps.
     """
@@ -725,7 +725,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, parts: dict) -> dict:
-        """What a checkpoint or model.pt holds. `seconds` counts all processes, but not what a kill undid."""
+        """What a checkpoint or model.pt holds. `seconds` is wall time of all parts of a resumed run."""
         seconds = self.seconds + time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: state_of(part) for name, part in parts.items()}

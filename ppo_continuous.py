@@ -9,7 +9,7 @@ r"""Proximal policy optimisation (PPO) for continuous control.
 
 The policy plays `num_steps` steps in every environment, and GAE estimates the advantage of each action. Then, for
 `update_epochs` epochs of minibatches, the policy climbs a surrogate of its return in which the probability ratio is
-clipped: once an action is more (or less) likely by the clip, the objective gives no reason to go on. That removes the
+clipped: once an action's probability has changed by more, the objective gives no reason to go on. That removes the
 incentive to leave the old policy; it bounds nothing. The same minibatches fit the value function.
 
 [PPO]   Schulman, Wolski, Dhariwal, Radford, Klimov 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
@@ -24,6 +24,8 @@ incentive to leave the old policy; it bounds nothing. The same minibatches fit t
     s_{t+1}         successors         (T, N, D)  the observation that the action led to, before any reset
     a_t             actions            (T, N, A)  the Gaussian's sample, unclipped
     r_t             rewards            (T, N)     reward, scaled
+    V(s_t)          values             (T, N)     value function
+    V_t^{targ}      b_returns          (T * N,)   its target, [PPO] Eq. (9): advantage plus value, the lambda-return
     \delta_t        delta              (T, N)     TD residual, [PPO] Eq. (12)
     \hat A_t        advantages         (T, N)     advantage estimate, [GAE] Eq. (16), [PPO] Eq. (11)
     r_t(\theta)     ratio              (B,)       pi_theta(a_t|s_t) / pi_theta_old(a_t|s_t), [PPO] Sec. 3
@@ -47,7 +49,8 @@ Where this differs from common practice, and why:
     or not: gymnasium's common interface cannot save a simulator's state. So resuming is exact to the bit.
 
 The networks are small: one thread of the CPU is the default, and a GPU would wait most of the time. Steps are agent
-steps. `torchrun` divides the environments among processes. Scores and speeds: README.md.
+steps. `torchrun` divides the environments among processes, the ranks. Each normalises by its own statistics until a
+rollout ends, and a minibatch takes the same rows of each: their number changes the results. Scores: README.md.
 
     python ppo_continuous.py --env-id HalfCheetah-v4              # writes runs/HalfCheetah-v4__ppo_continuous__1__...
     python ppo_continuous.py --resume runs/HalfCheetah-v4__...    # continues an interrupted run, exactly
@@ -55,7 +58,6 @@ steps. `torchrun` divides the environments among processes. Scores and speeds: R
 """
 
 import argparse
-import atexit
 import contextlib
 import copy
 import dataclasses
@@ -103,7 +105,7 @@ class Args:
     update_epochs: int = 10  # K: epochs over a batch
     num_minibatches: int = 32  # minibatches of an epoch
     norm_adv: bool = True  # whether to normalise advantages within each minibatch
-    clip_coef: float = 0.2  # epsilon: where the gain of a changed probability ends
+    clip_coef: float = 0.2  # epsilon: the ratio's gain ends at 1 - epsilon and 1 + epsilon
     clip_vloss: bool = True  # whether to clip the value loss too
     vf_coef: float = 0.5  # weight of the value loss, which holds a factor 1/2: the paper's c1 is half of this
     ent_coef: float = 0.0  # c2: weight of the entropy bonus
@@ -138,9 +140,10 @@ class Args:
             sys.exit(f"error: {too_small[0]} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
-        batch_size, ranks = self.num_envs * self.num_steps, int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-        if batch_size % (self.num_minibatches * ranks) or (self.norm_adv and batch_size == self.num_minibatches):
-            sys.exit(f"error: {self.num_minibatches} equal minibatches of 2 or more steps from {batch_size} steps?")
+        batch_size = self.num_envs * self.num_steps
+        parts = self.num_minibatches * num_ranks()
+        if batch_size % parts or (self.norm_adv and batch_size == parts):
+            sys.exit(f"error: {parts} equal minibatches of 2 or more steps from {batch_size} steps?")
         if self.total_timesteps < batch_size:
             sys.exit(f"error: --total-timesteps must be at least one batch of {batch_size} steps")
 
@@ -200,8 +203,8 @@ class Environments:
     """N environments with normalised observations and scaled rewards, which count whole episodes.
 
     `frozen` stops the statistics, for evaluation. `finished` lists the episodes that the last step ended, (environment,
-    return, length): the return neither scaled nor discounted, the length in agent steps. They are number `first` and
-    the following of all that play together, maybe in several processes: so they are seeded.
+    return, length): the return neither scaled nor discounted, the length in agent steps. `first` is the number of the
+    first environment here among those of all ranks; the seeds follow these numbers.
     """
 
     def __init__(self, args: Args, num_envs: int, run_folder: Path, frozen: bool = False, first: int = 0) -> None:
@@ -393,7 +396,7 @@ def minibatch_step(agent, args, theta, exp_avg, exp_avg_sq, adam_steps, learning
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
-    first, N = join_ranks(args)  # the environments of this process: all, but under torchrun
+    first, N = join_ranks(args)  # N environments from number `first` on: all, or this rank's share under torchrun
     T, batch_size = args.num_steps, args.num_steps * args.num_envs
     device = choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
@@ -409,7 +412,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     parts |= {"obs_stats": envs.obs_stats, "return_stats": envs.return_stats}  # all that the rest of a run depends on
     global_step = share(parts, restore(parts, checkpoint))
     last_step = global_step + math.ceil(max(0, args.total_timesteps - global_step) / batch_size) * batch_size
-    run = Run(args, run_folder, checkpoint, last_step) if first == 0 else Silence()
+    run = Run(args, run_folder, checkpoint, last_step) if first == 0 else SilentRun()
 
     obs = np.zeros((T, N, envs.obs_dim), np.float32)
     successors = np.zeros((T, N, envs.obs_dim), np.float32)
@@ -420,7 +423,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     next_obs = None
 
     while global_step < last_step:
-        before = copy.copy(envs.obs_stats), copy.copy(envs.return_stats)  # the same in all processes
+        before = copy.copy(envs.obs_stats), copy.copy(envs.return_stats)  # the same in all ranks
         if next_obs is None or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step, parts)
             next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
@@ -437,7 +440,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             global_step += args.num_envs
             for _, score, length in envs.finished:
                 run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
-        merge((envs.obs_stats, envs.return_stats), before)  # what each has counted: the same again
+        merge((envs.obs_stats, envs.return_stats), before)  # what each rank has counted: the same again
 
         # Estimate the advantages: [PPO] Alg. 1, line 4
         b_obs = torch.from_numpy(obs).view(T * N, -1).to(device)
@@ -459,7 +462,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             order = torch.from_numpy(rng.permutation(T * N)).to(device)
             minibatches = zip(*(rows[order].chunk(args.num_minibatches) for rows in batch))
             epoch = [step(*state, minibatch) for minibatch in minibatches]
-            metrics = {name: average(torch.stack([each[name] for each in epoch]).mean()) for name in epoch[0]}
+            means = torch.stack([torch.stack([*each.values()]) for each in epoch]).mean(0)
+            metrics = dict(zip(epoch[0], average(means)))
             if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
                 break
 
@@ -471,6 +475,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         run.progress(global_step, envs.recent_returns)
 
     envs.close()
+    leave_ranks()
     run.finish(global_step, parts, model=("agent", "obs_stats"))
 
 
@@ -608,7 +613,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, parts: dict) -> dict:
-        """What a checkpoint or model.pt holds. `seconds` counts all processes, but not what a kill undid."""
+        """What a checkpoint or model.pt holds. `seconds` is wall time of all parts of a resumed run."""
         seconds = self.seconds + time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: state_of(part) for name, part in parts.items()}
@@ -700,7 +705,7 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
             fast = torch.compile(step, fullgraph=True, options={option: True})
         elif fast is None:
             fast = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
-            # On a GPU TorchScript would compile kernels of its own, with other rounding; it cannot trace messages
+            # On a GPU TorchScript compiles kernels of its own, with other rounding; messages it cannot trace
             if not on_gpu and not dist.is_initialized():
                 with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile
                     fast = torch.jit.trace(fast, copy.deepcopy(tensors), check_trace=False, strict=False)
@@ -711,44 +716,56 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
     return call
 
 
-def join_ranks(args: Args) -> tuple[int, int]:
-    """Under torchrun: join the other processes (ranks). Returns the first environment of this one, and how many it has.
+def num_ranks() -> int:
+    """How many processes torchrun has started, each of which is a rank; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
-    Every rank draws the random numbers of all environments and takes those of its own: so the ranks together play what
-    one process would play. The first rank evaluates, and writes all that is written.
+
+def join_ranks(args: Args) -> tuple[int, int]:
+    """Under torchrun: join the other ranks. Returns the number of this rank's first environment, and how many it has.
+
+    Every rank draws the random numbers of all environments and takes those of its own. The first rank of a training
+    evaluates and writes all files; the episodes in its log are its own.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 0, args.num_envs
+    N, rest = divmod(args.num_envs, num_ranks())
+    if rest:
+        sys.exit(f"error: {args.num_envs} environments cannot be divided among {num_ranks()} processes")
+    if num_ranks() == 1:
+        return 0, N
     if args.cuda and torch.cuda.is_available():
+        if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            sys.exit(f"error: more processes than the {torch.cuda.device_count()} GPUs; --no-cuda, or fewer")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()  # gloo for tensors on the CPU, nccl on GPUs
-    atexit.register(dist.destroy_process_group)
-    N, rest = divmod(args.num_envs, dist.get_world_size())
-    if rest:
-        sys.exit(f"error: {args.num_envs} environments cannot be divided among {dist.get_world_size()} processes")
     return dist.get_rank() * N, N
 
 
-def share(parts: dict, global_step: int) -> int:
-    """Give all ranks the parts and the global step of the first one."""
-    states = [{"global_step": global_step} | {name: state_of(part) for name, part in parts.items()}]
+def leave_ranks() -> None:
+    """End what join_ranks began, before the first rank alone goes on."""
     if dist.is_initialized():
-        dist.broadcast_object_list(states)
-        restore(parts, states[0])
-    return states[0]["global_step"]
+        dist.destroy_process_group()
+
+
+def share(parts: dict, global_step: int) -> int:
+    """Give all ranks the parts and the global step of the first one. Returns that step."""
+    if not dist.is_initialized():
+        return global_step
+    states = [{"global_step": global_step} | {name: state_of(part) for name, part in parts.items()}]
+    dist.broadcast_object_list(states)
+    return restore(parts, states[0])
 
 
 def average(tensor: torch.Tensor) -> torch.Tensor:
     """The mean of a tensor over the ranks; without torchrun the tensor."""
     if not dist.is_initialized():
         return tensor
-    from torch.distributed._functional_collectives import all_reduce  # of the kinds of it the one that can be traced
+    from torch.distributed._functional_collectives import all_reduce  # the one that make_fx can trace
 
     return all_reduce(tensor, "sum", dist.group.WORLD) / dist.get_world_size()
 
 
 def mean_and_std(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean () and standard deviation () of a vector (B,) that goes on over all ranks."""
+    """Mean () and standard deviation () of a vector (B,) of which each rank has a part."""
     if not dist.is_initialized():
         return x.mean(), x.std()
     mean, count = average(x.mean()), len(x) * dist.get_world_size()
@@ -756,22 +773,22 @@ def mean_and_std(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def merge(statistics: tuple[RunningMeanStd, ...], before: tuple[RunningMeanStd, ...]) -> None:
-    """Count in all what every rank has counted since `before`, when the ranks' statistics were the same."""
+    """Count in `statistics` what all ranks have counted since `before`, when theirs were the same."""
     for stats, old in zip(statistics, before) if dist.is_initialized() else ():
-        shift = average(torch.tensor(stats.mean)).numpy()  # moments about the same point are sums, which add up
-
-        def moments(of: RunningMeanStd, shift: np.ndarray = shift) -> np.ndarray:
-            offset = of.mean - shift
-            return np.stack([of.count + 0 * offset, of.count * offset, of.m2 + of.count * offset**2])
-
-        counted = average(torch.tensor(moments(stats) - moments(old))).numpy() * dist.get_world_size()
-        count, total, squares = moments(old) + counted
-        stats.count = int(count.max().round())
+        shift = average(torch.tensor(stats.mean)).numpy()
+        sums = []
+        for each in (stats, old):  # of 1, x - shift and (x - shift)^2: these add up
+            count, offset = np.full_like(shift, each.count), each.mean - shift
+            sums.append(np.stack([count, count * offset, each.m2 + count * offset**2]))
+        counted = torch.tensor(sums[0] - sums[1])
+        dist.all_reduce(counted)
+        count, total, squares = sums[1] + counted.numpy()
+        stats.count = int(count.max())
         stats.mean, stats.m2 = shift + total / stats.count, squares - total**2 / stats.count
 
 
-class Silence:
-    """The run of the other ranks: it writes nothing."""
+class SilentRun:
+    """Stands for `Run` in all ranks but the first: it does nothing."""
 
     def __getattr__(self, name):
         return lambda *_, **__: None

@@ -839,7 +839,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, parts: dict) -> dict:
-        """What a checkpoint or model.pt holds. `seconds` counts all processes, but not what a kill undid."""
+        """What a checkpoint or model.pt holds. `seconds` is wall time of all parts of a resumed run."""
         seconds = self.seconds + time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: state_of(part) for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""Several processes (ranks) of A2C and PPO: what one process would do, however many there are.
+"""Several processes (ranks) of A2C and PPO: what one process would do (A2C), or what the method says (PPO).
 
 Most runs here are two processes that find each other by the variables that torchrun sets. What torchrun itself does
 (ending all when one dies, starting again) is tested with torchrun.
@@ -42,7 +42,7 @@ def keep_parts(module):
     def train_and_write(*args, train=module.train):
         train(*args)
         states = {name: module.state_of(part) for name, part in parts_of_run.items()}
-        torch.save(states, f"rank{dist.get_rank() if dist.is_initialized() else 0}.pt")
+        torch.save(states, f"rank{os.environ['RANK']}.pt")
 
     module.share, module.train = share_and_keep, train_and_write
 
@@ -107,11 +107,10 @@ def test_ranks_end_with_the_same_parts_and_the_first_alone_writes(script, two):
     cwd, (first, second) = two(script)
     assert_identical(parts(cwd, 1), parts(cwd, 0))
     assert "evaluation: " in first.stdout and second.stdout == "" and "steps/s" not in second.stderr
-    assert len(list((cwd / "run").glob("*tfevents*"))) == 1 and not list(cwd.glob("run/videos"))
+    assert len(list((cwd / "run").glob("*tfevents*"))) == 1
     last = load(checkpoints(cwd / "run")[-1])
     assert_identical({name: last[name] for name in parts(cwd)}, parts(cwd))
-    args = dict(zip(FLAGS[script][::2], FLAGS[script][1::2])) if script == "ppo_continuous" else {}
-    assert last["global_step"] == int(args.get("--total-timesteps", 320))
+    assert last["global_step"] == {"a2c_atari": 320, "ppo_continuous": 1536}[script]
 
 
 def test_two_ranks_of_a2c_are_one_process(two, tmp_path):
@@ -315,7 +314,7 @@ def test_ranks_begin_with_the_parameters_of_the_first(script, two, tmp_path):
     [
         ("a2c_atari", ["--num-envs", "3"], "3 environments cannot be divided among 2 processes"),
         ("ppo_continuous", ["--num-envs", "3"], "3 environments cannot be divided among 2 processes"),
-        ("ppo_continuous", "--num-envs 2 --num-steps 100 --num-minibatches 8".split(), "8 equal minibatches"),
+        ("ppo_continuous", "--num-envs 2 --num-steps 100 --num-minibatches 8".split(), "16 equal minibatches"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(tmp_path, script, flags, told):
@@ -367,7 +366,7 @@ def torchrun(script, cwd, *flags, restarts=0):
     command += ["--max-restarts", str(restarts), "--local-ranks-filter", "0"]
     command += [str(ROOT / f"{script}.py"), *FLAGS[script], *flags]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    # Without it ranks that begin again find the addresses of those that have died, if they are quick
+    # Without the second, ranks that begin again find the addresses of those that have died, if they are quick
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen(command, cwd=cwd, start_new_session=True, env=env, **pipes)
 
@@ -400,6 +399,7 @@ def test_torchrun_ends_all_when_a_rank_is_killed_or_begins_again(two, tmp_path, 
     if restarts:
         assert process.returncode == 0 and "evaluation: " in stdout, stderr
         assert load(tmp_path / "run" / "model.pt")["global_step"] == 25600
+        assert int(re.findall(r"(\d+)/25600 \[00:00<\?", stderr)[-1]) >= 512  # where the second start began
     else:
         assert process.returncode == 1
         assert "failed (exitcode: -9) local_rank: 1" in stderr  # torchrun says who
