@@ -282,7 +282,7 @@ class AtariEnvs:
 
 
 class QNetwork(nn.Module):
-    """Q(s, a) for all A actions: the convolutions of [DQN] Methods, then the streams of [DUEL] Sec. 3 or one layer."""
+    """Q(s, a) for all actions: the convolutions of [DQN] Methods, then the streams of [DUEL] Sec. 3 or one layer."""
 
     def __init__(self, num_actions: int, dueling: bool = True, bf16: bool = False) -> None:
         super().__init__()
@@ -504,7 +504,7 @@ def td_loss(q_network, target_network, obs, actions, returns, discounts, next_ob
     with torch.autocast(obs.device.type, torch.bfloat16, enabled=q_network.bf16):
         values = q_network(obs).gather(1, actions[:, None]).squeeze(1)
         with torch.no_grad():
-            next_values = target_network(next_obs)  # (B, A)
+            next_values = target_network(next_obs)  # (B, num_actions)
             best = (q_network(next_obs) if double else next_values).argmax(dim=-1, keepdim=True)
             targets = returns + discounts * next_values.gather(1, best).squeeze(1)
     loss = (weights * F.smooth_l1_loss(values, targets, reduction="none")).mean()
