@@ -311,7 +311,7 @@ class QNetwork(nn.Module):
         return obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255)
 
     def forward(self, scaled_obs: torch.Tensor) -> torch.Tensor:
-        """Q (B, A) of scaled observations (B, 4, 84, 84).
+        """Q (B, num_actions) of scaled observations (B, 4, 84, 84).
 
         Q(s, a) = V(s) + A(s, a) - 1/|A| sum_a' A(s, a'), [DUEL] Eq. (9). Without the mean V and A are not determined.
         """
