@@ -718,7 +718,7 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
 
 def num_ranks() -> int:
     """How many processes torchrun has started, each of which is a rank; 1 without it."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 def join_ranks(args: Args) -> tuple[int, int]:
@@ -733,8 +733,6 @@ def join_ranks(args: Args) -> tuple[int, int]:
     if num_ranks() == 1:
         return 0, N
     if args.cuda and torch.cuda.is_available():
-        if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
-            sys.exit(f"error: more processes than the {torch.cuda.device_count()} GPUs; --no-cuda, or fewer")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()  # gloo for tensors on the CPU, nccl on GPUs
     return dist.get_rank() * N, N

@@ -69,10 +69,8 @@ def dqn(args, library: str) -> list[float]:
     """
     memory = {"handle_timeout_termination": False}  # the other is not to be had with optimize_memory_usage
     options = dict(learning_rate=1e-4, buffer_size=20_000, optimize_memory_usage=True, replay_buffer_kwargs=memory)
-    options |= dict(
-        learning_starts=2_000, batch_size=32, target_update_interval=8_000, policy_kwargs={"net_arch": [512]}
-    )
-    options |= dict(train_freq=4, gradient_steps=8, seed=args.seed, device="cpu")  # 4 steps of 8 environments each
+    options |= dict(learning_starts=2_000, batch_size=32, target_update_interval=8_000, seed=args.seed, device="cpu")
+    options |= dict(train_freq=4, gradient_steps=8, policy_kwargs={"net_arch": [512]})  # 4 steps of 8 environments each
     options |= dict(max_grad_norm=0.5) if library == "stable_baselines3" else {}
     model = importlib.import_module(library).DQN("CnnPolicy", atari(args.env_id, 8, args.seed), **options)
     return learn(model, args, deterministic=True)
@@ -227,14 +225,8 @@ def main() -> None:
     if folder:
         args.writer.add_scalar("eval/episodic_return", np.mean(returns), args.step)
         args.writer.close()
-        values = {"env_id": args.env_id, "seed": args.seed}
-        result = {
-            "script": args.peer,
-            "episodic_return": returns,
-            "global_step": args.step,
-            "seconds": time.time() - started,
-            "args": values,
-        }
+        result = {"script": args.peer, "episodic_return": returns, "global_step": args.step}
+        result |= {"seconds": time.time() - started, "args": {"env_id": args.env_id, "seed": args.seed}}
         result |= {"versions": versions(f"{PACKAGES} {PEERS}"), "machine": machine(), "commit": commit()}
         (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 

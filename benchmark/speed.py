@@ -1,7 +1,7 @@
 """Speed of each script beside its peers at the same hyperparameters, as whole processes, by turns on one machine.
 
     python benchmark/speed.py --scripts ppo_continuous --repeats 3            # about ten minutes
-    python benchmark/speed.py --scripts qmix_smac_3m --jaxmarl ~/JaxMARL      # a clone of github.com/FLAIROx/JaxMARL
+    JAXMARL=~/JaxMARL python benchmark/speed.py --scripts qmix_smac_3m        # a clone of github.com/FLAIROx/JaxMARL
 
 A machine that others use too is fast now and slow then: so the programs of a round run by turns, one for four seconds
 while the others are stopped, and only the time of one's own turns counts. Steady speed is measured from the end of the
@@ -10,6 +10,7 @@ the whole process. Appends to benchmark/results/speed.csv; tables.py shows it.
 """
 
 import argparse
+import contextlib
 import datetime
 import os
 import signal
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 
 import pandas as pd
+import psutil
 from common import PACKAGES, PEERS, RESULTS, ROOT, commit, machine, read_events, read_table, versions
 
 A2C = "a2c_atari.py --no-cuda --eval-episodes 1 --log-interval 10"
@@ -28,6 +30,8 @@ DQN = "dqn_per_atari.py --no-cuda --eval-episodes 1 --log-interval 5 --learning-
 QMIX = "qmix_smac.py --log-interval 1000 --test-interval 10000000 --env-id 3m"
 ATARI_PEER = "--env-id BreakoutNoFrameskip-v4 --threads 2"
 
+TORCHRUN = "-m torch.distributed.run --nproc-per-node 2"
+PPO = "ppo_continuous.py --num-envs 2 --checkpoint-interval 1000000 --eval-episodes 1"
 JAXMARL = "benchmark/peers.py jaxmarl_qmix --env-id 3m --updates"
 STEPS = {  # of a run; the first quarter is warm-up
     "ppo_continuous": 102_400,
@@ -35,6 +39,8 @@ STEPS = {  # of a run; the first quarter is warm-up
     "a3c_atari": 40_000,
     "dqn_per_atari": 24_000,  # after a quarter Adam's averages of dead units fade below 1e-38, which slows a CPU
     "qmix_smac_3m": 60_000,
+    "a2c_ranks": 20_000,
+    "ppo_ranks": 80_000,
 }
 PROGRAMS = [  # what is compared, name, command; the ratios of a table are to its first program
     ("ppo_continuous", "Stable-Baselines3 PPO", "benchmark/peers.py sb3_ppo"),
@@ -54,7 +60,21 @@ PROGRAMS = [  # what is compared, name, command; the ratios of a table are to it
     ("qmix_smac_3m", "JaxMARL QMIX, one update per episode", f"{JAXMARL} 63"),
     ("qmix_smac_3m", "JaxMARL QMIX, its own 8 updates per 1,024 steps", f"{JAXMARL} 8"),
     ("qmix_smac_3m", "qmix_smac.py", QMIX),
+    ("a2c_ranks", "a2c_atari.py, two threads", f"{A2C} --torch-threads 2 --env-threads 2"),
+    ("a2c_ranks", "a2c_atari.py, two ranks", f"{TORCHRUN} {A2C} --torch-threads 1 --env-threads 1"),
+    ("ppo_ranks", "ppo_continuous.py, 2 environments", PPO),
+    ("ppo_ranks", "ppo_continuous.py, 2 environments, two threads", f"{PPO} --torch-threads 2"),
+    ("ppo_ranks", "ppo_continuous.py, 2 environments, two ranks", f"{TORCHRUN} {PPO}"),
 ]
+
+
+def signal_all(process: subprocess.Popen, signum: int) -> None:
+    """Send a signal to a process and to all that it started, and that these started."""
+    family = psutil.Process(process.pid)
+    family.suspend()  # so that it starts no more of them meanwhile
+    for each in [*family.children(recursive=True), family]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(signum)
 
 
 def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
@@ -69,22 +89,21 @@ def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
         try:
             for folder, command in zip(folders, commands):
                 folder.mkdir()
-                script, *arguments = command.split()
+                words = [str(ROOT / word) if word.endswith(".py") else word for word in command.split()]
                 with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
-                    program = [sys.executable, str(ROOT / script), *arguments]
-                    options = {"cwd": folder, "stdout": stdout, "stderr": stderr, "start_new_session": True}
-                    processes.append(subprocess.Popen(program, **options))
-                os.killpg(processes[-1].pid, signal.SIGSTOP)  # and its workers, here and below
+                    program = [sys.executable, *words]
+                    processes.append(subprocess.Popen(program, cwd=folder, stdout=stdout, stderr=stderr))
+                signal_all(processes[-1], signal.SIGSTOP)
             while running:
                 for i in list(running):
                     begin, ended = time.time(), 0
-                    os.killpg(processes[i].pid, signal.SIGCONT)
+                    signal_all(processes[i], signal.SIGCONT)
                     while not ended and time.time() < begin + turn:
                         time.sleep(0.02)
                         ended, status, usage = os.wait4(processes[i].pid, os.WNOHANG)
                     turns[i].append((begin, time.time()))
                     if not ended:
-                        os.killpg(processes[i].pid, signal.SIGSTOP)
+                        signal_all(processes[i], signal.SIGSTOP)
                         continue
                     running.remove(i)
                     peaks[i], processes[i].returncode = usage.ru_maxrss // 1024, os.waitstatus_to_exitcode(status)
@@ -93,7 +112,7 @@ def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
         finally:
             for process in processes:
                 if process.returncode is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+                    signal_all(process, signal.SIGKILL)
                     process.wait()
         points = [read_points(folder) for folder in folders]
     begins = [next(clock for step, clock in each if step >= warmup) for each in points]
@@ -127,10 +146,7 @@ def main() -> None:
     parser.add_argument("--scripts", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
     parser.add_argument("--steps", type=int, help="of a run, for a trial; nothing is written to results")
-    parser.add_argument("--jaxmarl", help="a clone of JaxMARL, whose baselines its package leaves out")
     args = parser.parse_args()
-    if args.jaxmarl:
-        os.environ["JAXMARL"] = str(Path(args.jaxmarl).resolve())
     date = datetime.datetime.now().isoformat(sep=" ", timespec="minutes")  # marks the rows of one call
     for script in args.scripts:
         steps = args.steps or STEPS[script]

@@ -216,13 +216,6 @@ def frozen_table(rows: pd.DataFrame) -> pd.DataFrame:
     return table.map(lambda cell: number(cell) if isinstance(cell, float) else str(cell))
 
 
-def ranks_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Medians over the rounds, in the order in which they were run."""
-    speeds = rows.astype({"steps_per_second": float}).groupby("name", sort=False).steps_per_second
-    table = speeds.agg(rounds="count", median="median", least="min", most="max").reset_index()
-    return table.rename(columns={"median": "steps/s"}).map(lambda x: number(x) if isinstance(x, float) else str(x))
-
-
 def replace_section(text: str, name: str, section: str) -> str:
     """The text with another section between its two markers."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
@@ -247,7 +240,6 @@ def generate(results: Path) -> dict[Path, str]:
             "provenance": provenance(runs),
             "figures": figures,
             "speed": speed_section(measured),
-            "ranks": markdown(ranks_table(read_table(results / "ranks.csv"))),
             "frozen": markdown(frozen_table(frozen)),
             "kill_test": f"```\n{(results / 'kill_test.txt').read_text()}```",
             "slurm_test": f"```\n{(results / 'slurm_test.txt').read_text()}```",

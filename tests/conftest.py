@@ -24,6 +24,13 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # SMAX is compiled once, not in each of a hundred processes
+    compiled = tempfile.TemporaryDirectory()  # gone when this process ends, the first one; the others inherit its name
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(10**9)  # with a limit they wait for each other
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 SCRIPTS = ["ppo_continuous", "a2c_atari", "a3c_atari", "dqn_per_atari", "qmix_smac"]
 
 # For each script a run of a second or a few: at least three checkpoints, and the last batch after one. Where the text

@@ -21,6 +21,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import conftest  # noqa: F401  so that JAX compiles once for the tests of all bugs
+
 ROOT = Path(__file__).parent.parent
 SHARED = ["tests/test_resume.py", "tests/test_command_line.py"]
 

@@ -172,9 +172,9 @@ def test_speed_compares_programs_with_flags_that_are_there():
     assert {table for table, _, _ in speed.PROGRAMS} == set(speed.STEPS)
     for _, name, command in speed.PROGRAMS:
         if not command.startswith("benchmark/peers.py"):
-            script = command.split(".py")[0]
+            script = command.removeprefix(f"{speed.TORCHRUN} ").split(".py")[0]
             assert name.startswith(f"{script}.py")
-            assert {*re.findall(r"--[\w-]+", command)} <= set(yes_and_no(common.arguments(script)))
+            assert {*re.findall(r"--[\w-]+", command)} <= {"--nproc-per-node", *yes_and_no(common.arguments(script))}
 
 
 def yes_and_no(flags):

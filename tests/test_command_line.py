@@ -131,7 +131,8 @@ FLAGS_OF = {
     parameters: --rmsprop-alpha 0.5, --rmsprop-eps 0.1, --torch-rmsprop, --conv3-filters 3
     """,
     "a3c_atari": f"""{ATARI_FLAGS}
-    parameters: --num-workers 2, --no-crop, --max-episode-length 30
+    settings: --num-workers 2
+    parameters: --no-crop, --max-episode-length 30
     parameters: --rmsprop-alpha 0.5, --rmsprop-eps 0.1, --torch-rmsprop beside --optimizer rmsprop
     parameters: --episodic-life beside --total-timesteps 600 --max-episode-length 200
     parts: --no-shared-optimizer beside --num-workers 2
@@ -328,7 +329,7 @@ def outcome(call, tmp_path, monkeypatch):
             play = module.play
             monkeypatch.setattr(module, "play", lambda *args: played.append(args[2:]) or play(*args))
         if hasattr(module, "actor_learner"):  # A3C's workers
-            monkeypatch.setattr(module.mp, "spawn", Threads)
+            monkeypatch.setattr(module.mp, "spawn", functools.partial(Threads, settings))
             monkeypatch.setattr(module, "prepare_worker", module.choose_device)
         if hasattr(module, "AtariVectorEnv"):
             monkeypatch.setattr(module, "AtariVectorEnv", functools.partial(short_episodes, settings))
@@ -359,13 +360,14 @@ def outcome(call, tmp_path, monkeypatch):
 def short_episodes(settings, **kwargs):
     settings["env_threads"] = kwargs["num_threads"]
     frames = min(kwargs["max_num_frames_per_episode"], 200)
-    return ale_py.vector_env.AtariVectorEnv(**kwargs | {"max_num_frames_per_episode": frames})
+    return ale_py.vector_env.AtariVectorEnv(**kwargs | {"max_num_frames_per_episode": frames, "noop_max": 1})
 
 
 class Threads:
     """Stands for torch.multiprocessing.spawn: quicker than processes, and the patches hold in them."""
 
-    def __init__(self, function, args, nprocs, **_):
+    def __init__(self, settings, function, args, nprocs, **_):
+        settings["workers"] = nprocs
         self.threads = [threading.Thread(target=function, args=(rank, *args), daemon=True) for rank in range(nprocs)]
         for thread in self.threads:
             thread.start()

@@ -1089,7 +1089,7 @@ def test_a_replay_that_cannot_be_saved_costs_a_note(stand_in, call, tmp_path):
     assert (run_folder_in(tmp_path) / "model.pt").exists()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_games_end_with_the_run(stand_in, tmp_path, signum):
     command = [sys.executable, q.__file__, *SMALL, "--env-id", "smac/toys", "--total-timesteps", "2000000"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

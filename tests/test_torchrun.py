@@ -387,7 +387,7 @@ def ranks_of(process):
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_torchrun_ends_all_when_a_rank_is_killed_or_begins_again(two, tmp_path, restarts):
-    process = torchrun("ppo_continuous", tmp_path, "--total-timesteps", "25600", restarts=restarts)
+    process = torchrun("ppo_continuous", tmp_path, "--total-timesteps", "7680", restarts=restarts)
     try:
         wait_for(lambda: len(list(tmp_path.glob("run/checkpoint_*"))) == 2, seconds=120)
         os.kill(ranks_of(process)[1], signal.SIGKILL)
@@ -398,8 +398,8 @@ def test_torchrun_ends_all_when_a_rank_is_killed_or_begins_again(two, tmp_path, 
     assert not processes_of(process.pid)
     if restarts:
         assert process.returncode == 0 and "evaluation: " in stdout, stderr
-        assert load(tmp_path / "run" / "model.pt")["global_step"] == 25600
-        assert int(re.findall(r"(\d+)/25600 \[00:00<\?", stderr)[-1]) >= 512  # where the second start began
+        assert load(tmp_path / "run" / "model.pt")["global_step"] == 7680
+        assert int(re.findall(r"(\d+)/7680 \[00:00<\?", stderr)[-1]) >= 512  # where the second start began
     else:
         assert process.returncode == 1
         assert "failed (exitcode: -9) local_rank: 1" in stderr  # torchrun says who
