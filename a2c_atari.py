@@ -640,8 +640,11 @@ def join_ranks(args: Args) -> tuple[int, int]:
         return 0, N
     if args.cuda and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()  # gloo for tensors on the CPU, nccl on GPUs
-    return dist.get_rank() * N, N
+    # Trap: torchrun's own store outlives a restart, with the addresses of ranks that have died in it
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]) + 1
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, num_ranks(), is_master=rank == 0)
+    dist.init_process_group(store=store, rank=rank, world_size=num_ranks())  # gloo on the CPU, nccl on GPUs
+    return rank * N, N
 
 
 def leave_ranks() -> None:

@@ -53,9 +53,15 @@ def keep_all_parts():
 
 
 def free_port():
-    with socket.socket() as free:
+    """A port that nobody uses; nor does anybody use the next one."""
+    with socket.socket() as free, socket.socket() as following:
         free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+        port = free.getsockname()[1]
+        try:
+            following.bind(("127.0.0.1", port + 1))
+        except (OSError, OverflowError):
+            return free_port()
+    return str(port)
 
 
 def start(script, ranks, cwd, *flags, sabotage=keep_all_parts):
@@ -366,8 +372,7 @@ def torchrun(script, cwd, *flags, restarts=0):
     command += ["--max-restarts", str(restarts), "--local-ranks-filter", "0"]
     command += [str(ROOT / f"{script}.py"), *FLAGS[script], *flags]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    # Without the second, ranks that begin again find the addresses of those that have died, if they are quick
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=cwd, start_new_session=True, env=env, **pipes)
 
 
