@@ -9,8 +9,8 @@ r"""Deep Q-network (DQN) with prioritised replay on Atari, double and dueling.
 
 A network estimates the return of each action, Q(s, a). The agent plays the best action, or with probability epsilon a
 random one, and stores what happens in a replay memory. Minibatches are drawn from there, more often those transitions
-whose value was most mistaken; each step moves Q(s, a) towards the reward plus the discounted value of what came next,
-as an older copy of the network sees it.
+whose TD error was large. Each gradient step moves Q(s, a) towards the reward plus the discounted value of what came
+next, as an older copy of the network sees it.
 
 [DQN]   Mnih, Kavukcuoglu, Silver, et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
 [DDQN]  van Hasselt, Guez, Silver 2016, "Deep reinforcement learning with double Q-learning", AAAI, arXiv:1509.06461
@@ -32,7 +32,7 @@ as an older copy of the network sees it.
     V, A            value, advantage   (B, 1), as Q     the two streams of Q, [DUEL] Eq. (9)
     R^(n)           returns            (B,)             discounted sum of n rewards, [RBW] "Multi-step learning"
     \gamma^n        discounts          (B,)             of the bootstrap's value; 0 after a termination
-    s_{t+n}         next_obs           (B, 4, 84, 84)   the bootstrap
+    s_{t+n}         next_obs           (B, 4, 84, 84)   the observation n steps later, whose value is the bootstrap
     \delta_i        td_errors          (B,)             TD error, [PER] Alg. 1, line 11
     p_i             priorities         (B,)             |delta_i| + 1e-6, [PER] Sec. 3.3
     p_i^\alpha      tree.leaves        (buffer_size,)   and their sums in the nodes of the tree, [PER] App. B.2.1
@@ -44,9 +44,10 @@ as an older copy of the network sees it.
 Where this differs from the papers or from common practice, and why:
   * The defaults are those of labml's annotated DQN, but for its replay of 2^14 transitions (`--buffer-size 16384`) and
     its 32 million steps. Unlike there, rewards are clipped and draws are stratified, as in [DQN] and [PER]. [PER]
-    divides [DQN]'s learning rate by four, to 6.25e-5; [DUEL] clips gradients to norm 10 and scales those that enter the
-    last convolution by 1/sqrt(2). Labml has 1e-4, norm 0.5, and after the convolutions one layer of 512 before the two
-    streams of 256; [DUEL]'s streams of 512 begin at the convolutions.
+    divides [DQN]'s learning rate by four, to 6.25e-5, both of RMSprop, whose steps do not compare with Adam's; [DUEL]
+    clips gradients to norm 10 and scales those that enter the last convolution by 1/sqrt(2). Labml has Adam with 1e-4,
+    norm 0.5, and after the convolutions one layer of 512 before the two streams of 256; [DUEL]'s streams of 512 begin
+    at the convolutions.
   * The target network is copied every 250 iterations. These are 2,000 gradient steps and 8,000 agent steps, a fifth of
     [DQN]'s 10,000 gradient steps and 40,000 agent steps.
   * Epsilon and beta depend on the fraction of the run that is over. To extend a run moves both back.
@@ -55,11 +56,12 @@ Where this differs from the papers or from common practice, and why:
     one; the largest of the whole memory would need a second tree.
   * Each frame is stored once (7 GB for a million, against 56 GB of stored pairs), and stacks are put together when they
     are drawn.
-  * A time limit is not a failure ([TIME]), nor is the end of an episode at a checkpoint. The n transitions before it,
-    whose bootstrap lies beyond it, are never drawn. (At its time limit ale-py 0.12.1 gives a last observation whose
-    newest frame is stale; it would be the bootstrap of one of them.)
+  * A time limit is not a failure, nor is the end of an episode at a checkpoint. [TIME] bootstraps there; here the n
+    transitions before it are never drawn, because the replay does not hold the observation that the episode ends with.
+    (At its time limit ale-py 0.12.1 gives one whose newest frame is stale.)
+  * With `--n-step` above 1 the rewards are those of an older policy, and nothing corrects for it, as in [RBW].
   * A lost life ends the return, not the episode, and the stack of frames goes on. On the first step of each life FIRE
-    is pressed for the agent: an environment like Breakout would otherwise wait for ever.
+    is pressed for the agent: in an environment like Breakout one that never chooses FIRE would wait for ever.
   * Rewards are clipped to their sign for learning only; what is logged is the score of the whole episode.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
     `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
@@ -342,7 +344,7 @@ class SumTree:
         """Write values (K,) to leaves (K,); of a leaf named twice the last one stays.
 
         Sums are computed from both children again: nothing drifts. Raises FloatingPointError where a value is negative
-        or not finite: a single NaN would go up to the root, and nothing could be drawn any more.
+        or not finite: a single NaN would go up to the root, and every draw would be row 0.
         """
         if not np.all((values >= 0) & (values < np.inf)):
             raise FloatingPointError("a priority is negative or not finite")
@@ -388,8 +390,8 @@ class Replay:
                     -----(1)-----           --(2)--                       --(3)--
 
     (1) A frame of their stack has been overwritten. (2) Their s_{t+n} lies beyond the end of f. After a termination
-    there is no bootstrap, and they can be drawn. After a time limit or a checkpoint nobody knows it, and they never
-    can. (3) Their s_{t+n} is still to come.
+    there is no bootstrap, and they can be drawn. After a time limit or a checkpoint theirs is not in the replay, and
+    they never can. (3) Their s_{t+n} is still to come.
 
     Stacks are blank before an episode's first frame: that of g1 is (blank, blank, g0, g1).
     """
@@ -407,7 +409,7 @@ class Replay:
         self.terminations, self.truncations = np.zeros(size, bool), np.zeros(size, bool)
         self.tree = SumTree(size)
         self.max_priority = 1.0
-        self.head = self.filled = 0  # the row that is written next, and how many have ever been written
+        self.head = self.filled = 0  # the row that is written next, and how many hold a step
 
     def later(self, rows: np.ndarray, steps: int | np.ndarray) -> np.ndarray:
         """The rows of the same environments so many steps later, or earlier where `steps` is negative."""
@@ -437,7 +439,8 @@ class Replay:
     def n_step_returns(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         r"""R^(n) = \sum_{k<n} \gamma^k r_{t+k}, no further than a termination, [RBW] "Multi-step learning". All (K,).
 
-        Returns R^(n); where all n steps were played, so that a bootstrap follows; and where a truncation came first.
+        Returns R^(n); where no termination came, so that a bootstrap follows; and where a truncation came first: there
+        the other two mean nothing, for they run on into the next episode.
         """
         returns, alive, truncated = np.zeros(len(rows)), np.ones(len(rows), bool), np.zeros(len(rows), bool)
         for k in range(self.n):
@@ -495,7 +498,8 @@ class Replay:
 def td_loss(q_network, target_network, obs, actions, returns, discounts, next_obs, weights, double) -> tuple:
     r"""The loss () of a minibatch that `Replay.sample` drew, its TD errors (B,) and its values Q(s_t, a_t) (B,).
 
-    y = R^(n) + \gamma^n Q'(s_{t+n}, \argmax_a Q(s_{t+n}, a)), [DDQN] Eq. (4); without `double` the argmax is of Q'
+    y = R^(n) + \gamma^n Q'(s_{t+n}, \argmax_a Q(s_{t+n}, a)), [DDQN] Eq. (4) with theta-minus for its
+    theta'; without `double` the argmax is of Q'
     L = 1/B \sum_i w_i Huber(\delta_i),   \delta_i = y - Q(s_t, a_t), [PER] Alg. 1, lines 11 and 13 (a sum there)
     """
     obs, next_obs = q_network.scale(obs), q_network.scale(next_obs)  # once for both networks
@@ -639,14 +643,11 @@ PIECE = 512  # steps whose frames are compressed together
 
 def compress(frames: np.ndarray, num_envs: int) -> list[torch.Tensor]:
     """Compress a replay's frames in pieces. A million of them, 7 GB, become less than one."""
-
-    def one(piece: np.ndarray) -> torch.Tensor:
-        lines = piece.transpose(1, 2, 0, 3).copy()  # a line of the screen through all steps, then the next one
-        return torch.frombuffer(bytearray(zlib.compress(lines, level=1)), dtype=torch.uint8)
-
-    frames = frames.reshape(-1, num_envs, 84, 84)
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(one, np.split(frames, range(PIECE, len(frames), PIECE))))
+    steps = frames.reshape(-1, num_envs, 84, 84)
+    pieces = np.split(steps, range(PIECE, len(steps), PIECE))
+    with ThreadPoolExecutor(8) as pool:  # a line of the screen through all steps, then the next one
+        packed = pool.map(lambda piece: zlib.compress(piece.transpose(1, 2, 0, 3).copy(), level=1), pieces)
+        return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
 
 
 def decompress(pieces: list[torch.Tensor], frames: np.ndarray, num_envs: int) -> None:
