@@ -115,7 +115,7 @@ class Args:
     torch_rmsprop: bool = False  # whether RMSprop is PyTorch's instead of TensorFlow's
     conv3_filters: int = 64  # filters of the third convolution (64: as in DQN; 32: as in OpenAI's first A2C)
     greedy: bool = False  # whether the evaluation plays the likeliest action instead of sampling the policy
-    bf16: bool = False  # whether the network computes in bfloat16 (its parameters stay float32): faster, other numbers
+    bf16: bool = False  # whether the network computes in bfloat16: faster where the processor has it, else far slower
     env_threads: int = 0  # threads of the emulator (0: as many as there are cores)
     log_interval: int = 100  # updates between points of the losses in the log
 
@@ -262,7 +262,7 @@ class Agent(nn.Module):
     Args:
         num_actions: the number of joystick positions.
         conv3_filters: filters of the third convolution.
-        bf16: whether to compute in bfloat16.
+        bf16: whether to compute in bfloat16; the parameters stay float32.
     """
 
     def __init__(self, num_actions: int, conv3_filters: int = 64, bf16: bool = False) -> None:

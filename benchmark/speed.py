@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pandas as pd
 import psutil
+import torch
 from common import PACKAGES, PEERS, RESULTS, ROOT, commit, machine, read_events, read_table, versions
 
 A2C = "a2c_atari.py --no-cuda --eval-episodes 1 --log-interval 10"
@@ -151,6 +152,8 @@ def main() -> None:
     for script in args.scripts:
         steps = args.steps or STEPS[script]
         programs = {name: command for table, name, command in PROGRAMS if table == script}
+        if torch.backends.cpu.get_cpu_capability() == "AVX2":  # bfloat16 is far slower than float32 there
+            programs = {name: command for name, command in programs.items() if "--bf16" not in command}
         commands = [f"{command} --total-timesteps {steps}" for command in programs.values()]
         for repeat in range(args.repeats):
             for name, run in zip(programs, measure(commands, steps // 4)):
