@@ -57,7 +57,7 @@ Where this differs from the papers or from their program, PyMARL, and why:
   * The hypernetworks of the weights have two layers, as PyMARL's now; [QMIX] has one. The loss is the mean over the
     steps of a minibatch, as PyMARL's; Eq. (6) is the sum. Logged values are the team's; PyMARL divides them by n.
   * The end of an episode by the time limit is not bootstrapped, as in PyMARL, although the battle could go on. With
-    `--bootstrap-timeouts` it is; the one run that was made so (3m, in README) learned too.
+    `--bootstrap-timeouts` it is; the one run that was made so (3m, in benchmark/README.md) learned too.
   * With `--td-lambda` the targets are [PENG]'s Q(lambda), which does not correct for the random actions in the replay.
   * `--mixer none` is [IQL] with shared parameters ([SHARE]), as all mixers here.
   * SMAX's reward is multiplied by ten, as in JaxMARL's own QMIX. The maximum is then SMAC's, 20, and nothing else is:

@@ -30,6 +30,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # SMAX is compiled once, not 
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(10**9)  # with a limit they wait for each other
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles in half the time
 
 SCRIPTS = ["ppo_continuous", "a2c_atari", "a3c_atari", "dqn_per_atari", "qmix_smac"]
 
@@ -104,13 +105,21 @@ def call(tmp_path, monkeypatch, capfd):
 
 
 @pytest.fixture(scope="session")
-def finished(script, tmp_path_factory):
+def finished(script, tmp_path_factory, worker_id):
     """A small run that nothing ended, by `python script.py` as anybody would: its result and folder, for reading."""
-    cwd = tmp_path_factory.mktemp("finished")
-    command = [sys.executable, str(ROOT / f"{script}.py"), *SMALL[script]]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done
-    return Result(done.returncode, done.stdout, done.stderr), run_folder_in(cwd)
+    root = tmp_path_factory.getbasetemp()
+    root = root if worker_id == "master" else root.parent  # that of all processes of pytest: one of them does the run
+    cwd, outputs = root / f"finished_{script}", [root / f"{script}.{name}" for name in ("stdout", "stderr")]
+    with open(root / f"{script}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not cwd.exists():
+            cwd.mkdir()
+            command = [sys.executable, str(ROOT / f"{script}.py"), *SMALL[script]]
+            done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+            assert done.returncode == 0, done
+            outputs[0].write_text(done.stdout)
+            outputs[1].write_text(done.stderr)
+    return Result(0, *(output.read_text() for output in outputs)), run_folder_in(cwd)
 
 
 class Run:

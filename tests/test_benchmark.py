@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import re
-import subprocess
 import sys
 from itertools import pairwise
 
@@ -13,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, Run
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(ROOT / "benchmark"))
@@ -108,8 +107,8 @@ def finished(tmp_path_factory):
     """A folder of two finished runs of PPO, one of them of another variant."""
     runs = tmp_path_factory.mktemp("runs")
     for seed, flags in ((1, []), (2, ["--gamma", "0.9"])):
-        command = [sys.executable, str(ROOT / "ppo_continuous.py"), *SMALL, "--seed", str(seed), *flags]
-        subprocess.run([*command, "--run-folder", str(runs / str(seed))], check=True, capture_output=True)
+        argv = [*SMALL, "--seed", str(seed), *flags, "--run-folder", str(seed)]
+        assert Run("ppo_continuous", *argv, cwd=runs).wait().status == 0
     return runs
 
 

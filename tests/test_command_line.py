@@ -119,7 +119,7 @@ ALL_FLAGS = """
 """
 ATARI_FLAGS = """
     parameters: --env-id PongNoFrameskip-v4, --checkpoint-interval 32
-    scores: --greedy beside --eval-episodes 16 --learning-rate 1e-5
+    scores: --greedy beside --eval-episodes 6 --learning-rate 1e-5
     parameters: --no-episodic-life beside --total-timesteps 320
 """
 FLAGS_OF = {
@@ -143,7 +143,7 @@ FLAGS_OF = {
     parameters: --target-interval 2, --no-prioritized, --per-alpha 0, --per-beta 1, --start-epsilon 0
     parameters: --middle-epsilon 1, --middle-fraction 0.5, --end-epsilon 1, --adam-eps 0.1
     parameters: --end-fraction 1 beside --middle-epsilon 1 --end-epsilon 0
-    scores: --eval-epsilon 0 beside --eval-episodes 16 --learning-rate 1e-5
+    scores: --eval-epsilon 0 beside --eval-episodes 6 --learning-rate 1e-5
     parts: --no-checkpoint-replay, --no-dueling
     """,
     "qmix_smac": """
@@ -359,7 +359,7 @@ def outcome(call, tmp_path, monkeypatch):
 
 def short_episodes(settings, **kwargs):
     settings["env_threads"] = kwargs["num_threads"]
-    frames = min(kwargs["max_num_frames_per_episode"], 200)
+    frames = min(kwargs["max_num_frames_per_episode"], max(200, 100 * kwargs["num_envs"]))
     return ale_py.vector_env.AtariVectorEnv(**kwargs | {"max_num_frames_per_episode": frames, "noop_max": 1})
 
 

@@ -87,9 +87,8 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(call, tmp_path, r
     assert call(script, *SMALL[script]).status == 0
     assert_same_run(run_folder_in(tmp_path), reference)
     shutil.rmtree(tmp_path / "runs")
-    assert call(script, *SMALL[script], "--seed", "2").status == 0
+    assert call(script, *SMALL[script], "--seed", "2", "--total-timesteps", str(interval(script))).status == 0
     other, one = run_folder_in(tmp_path), load(reference / "model.pt")
-    assert curves(other).keys() == curves(reference).keys()
     assert not any(torch.equal(load(other / "model.pt")["agent"][name], tensor) for name, tensor in weights(one))
     assert json.loads((other / "result.json").read_text())["seconds"] > 0
 
