@@ -228,7 +228,7 @@ def generate(results: Path) -> dict[Path, str]:
     """All files as they should be: {path: text}."""
     runs, measured = read_table(results / "runs.csv"), read_table(results / "speed.csv")
     references, frozen = read_table(results / "references.csv"), read_table(results / "frozen_or_fresh.csv")
-    scores = score_table(runs, references)
+    scores, redesign = score_table(runs, references), read_table(results / "redesign" / "runs.csv")
     figures = "\n\n".join(f"![Learning curves of {name}](figures/{name}.png)" for name in sorted(set(runs.script)))
     sections = {
         ROOT / "README.md": {
@@ -238,6 +238,7 @@ def generate(results: Path) -> dict[Path, str]:
         ROOT / "benchmark" / "README.md": {
             "scores": markdown(scores),
             "provenance": provenance(runs),
+            "redesign": markdown(score_table(redesign, references)) + "\n" + provenance(redesign),
             "figures": figures,
             "speed": speed_section(measured),
             "frozen": markdown(frozen_table(frozen)),
