@@ -195,7 +195,7 @@ class Shape(NamedTuple):
 
 @functools.cache
 def make_smax(map_name: str) -> tuple:
-    """A SMAX map ([SMAX] Sec. 3), its Shape, and the functions of N environments on it, which JAX compiles.
+    """A SMAX map ([SMAX]), its Shape, and the functions of N environments on it, which JAX compiles.
 
     begin(seeds (N,)) gives simulators and what is observed. step(simulators, actions (N, n)) gives these and rewards,
     terminations, truncations and victories, all (N,). restart(mask (N,), simulators, observed) resets some.
