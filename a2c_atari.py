@@ -350,8 +350,8 @@ class RMSprop(torch.optim.Optimizer):
         alpha, eps = self.args.rmsprop_alpha, self.args.rmsprop_eps
         for parameter in self.param_groups[0]["params"]:
             square_avg = self.state[parameter]["square_avg"]
-            square_avg.lerp_(parameter.grad.square(), 1 - alpha)
-            root = square_avg.sqrt() + eps if self.args.torch_rmsprop else (square_avg + eps).sqrt()
+            square_avg.mul_(alpha).addcmul_(parameter.grad, parameter.grad, value=1 - alpha)
+            root = square_avg.sqrt().add_(eps) if self.args.torch_rmsprop else (square_avg + eps).sqrt_()
             parameter.addcdiv_(parameter.grad, root, value=-self.param_groups[0]["lr"])
 
 
