@@ -131,7 +131,7 @@ class Args:
 
     env_id: str = "PongDeterministic-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 with sticky actions
     total_timesteps: int = 10_000_000  # agent steps of all workers together, four frames each (or a few more)
-    num_workers: int = 4  # processes that play and learn (pytorch-a3c has 4, the paper 16; it is a hyperparameter)
+    num_workers: int = 4  # processes that play and learn (pytorch-a3c has 4, the paper 16; 8 on 2 cores lose a fifth)
     num_steps: int = 20  # t_max: agent steps of a worker between updates
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 1.0  # lambda of generalised advantage estimation; 1 is the paper's n-step return
