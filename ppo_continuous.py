@@ -239,7 +239,8 @@ class Environments:
         raw_obs, raw_rewards, terminations, truncations, _ = zip(
             *(env.step(action) for env, action in zip(self.envs, actions.clip(self.low, self.high)))
         )
-        successors, rewards = self.normalise(np.stack(raw_obs)), self.scale(np.array(raw_rewards))
+        raw_rewards = np.array(raw_rewards)
+        successors, rewards = self.normalise(np.array(raw_obs)), self.scale(raw_rewards)
         self.returns += raw_rewards
         self.lengths += 1
         next_obs, self.finished = successors, []
