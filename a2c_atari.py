@@ -268,7 +268,7 @@ class Agent(nn.Module):
     def __init__(self, num_actions: int, conv3_filters: int = 64, bf16: bool = False) -> None:
         super().__init__()
         self.bf16 = bf16
-        self.trunk = nn.Sequential(
+        self.convolutions = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),  # (B, 32, 20, 20)
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),  # (B, 64, 9, 9)
@@ -276,19 +276,27 @@ class Agent(nn.Module):
             layer_init(nn.Conv2d(64, conv3_filters, 3, stride=1)),  # (B, conv3_filters, 7, 7)
             nn.ReLU(),
             nn.Flatten(),
-            layer_init(nn.Linear(conv3_filters * 7 * 7, 512)),
-            nn.ReLU(),
         )
+        self.linear = nn.Sequential(layer_init(nn.Linear(conv3_filters * 7 * 7, 512)), nn.ReLU())
         self.policy_head = layer_init(nn.Linear(512, num_actions), std=0.01)  # Detail: at first nearly uniform
         self.value_head = layer_init(nn.Linear(512, 1), std=1.0)
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (B, num_actions) and values (B,) of observations (B, 4, 84, 84) in uint8."""
+    def features(self, obs: torch.Tensor) -> torch.Tensor:
+        """What the convolutions make (B, conv3_filters * 49) of observations (B, 4, 84, 84) in uint8."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             # channels_last: the layout that convolutions like on the CPU; turned while they are bytes
             obs = obs.contiguous(memory_format=torch.channels_last)
-            hidden = self.trunk(obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255))
+            return self.convolutions(obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255))
+
+    def heads(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (B, num_actions) and values (B,) of features."""
+        with torch.autocast(features.device.type, torch.bfloat16, enabled=self.bf16):
+            hidden = self.linear(features)
             return self.policy_head(hidden).float(), self.value_head(hidden).squeeze(-1).float()
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and values of observations."""
+        return self.heads(self.features(obs))
 
 
 def sample(logits: torch.Tensor, gumbel_noise: np.ndarray) -> np.ndarray:
@@ -365,7 +373,10 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     envs = AtariEnvs(args, N, run_folder, first=first)
     agent = Agent(envs.num_actions, args.conv3_filters, args.bf16).to(device)
     optimizer = RMSprop(agent.parameters(), args)
-    forward = torch.compile(agent, mode="reduce-overhead" if device.type == "cuda" else None) if args.compile else agent
+    features, heads = agent.features, agent.heads
+    if args.compile:
+        mode = "reduce-overhead" if device.type == "cuda" else None
+        features, heads = torch.compile(features, mode=mode), torch.compile(heads, mode=mode)
 
     parts = {"agent": agent, "optimizer": optimizer, "rng": rng}  # all that the rest of a run depends on
     global_step = share(parts, restore(parts, checkpoint))
@@ -384,21 +395,22 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
 
         # Collect T steps in each environment with the policy held fixed: [A3C] Alg. S3, the inner "repeat"
-        obs = []
+        b_features = []
         gumbel_noise = rng.gumbel(size=(T, args.num_envs, envs.num_actions))[:, first : first + N]
         with torch.no_grad():
             for t in range(T):
-                obs.append(torch.from_numpy(next_obs).to(device))  # uint8 across the bus
-                logits, value = forward(obs[t])
+                with torch.enable_grad():  # the update needs them again: most of the work, so it is done once
+                    b_features.append(features(torch.from_numpy(next_obs).to(device)))  # uint8 across the bus
+                logits, value = heads(b_features[t])
                 values[t] = value.cpu().numpy()
                 actions[t], chosen[t] = sample(logits, gumbel_noise[t]), ~envs.fire
                 next_obs, successors, rewards[t], terminations[t], truncations[t] = envs.step(actions[t])
                 global_step += args.num_envs
                 if truncations[t].any():  # the next row is another episode's
-                    next_values[t] = forward(torch.from_numpy(successors).to(device))[1].cpu().numpy()
+                    next_values[t] = heads(features(torch.from_numpy(successors).to(device)))[1].cpu().numpy()
                 for _, score, length in envs.finished:
                     run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
-            last_value = forward(torch.from_numpy(next_obs).to(device))[1].cpu().numpy()
+            last_value = heads(features(torch.from_numpy(next_obs).to(device)))[1].cpu().numpy()
 
         # Returns: [A3C] Alg. S3, R = V(s_t) at the end of the rollout, 0 after a terminal state, then R = r_i + gamma R
         # (GAE with lambda = 1 sums up to R - V(s_t))
@@ -410,7 +422,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         b_actions, b_chosen, b_advantages, b_returns = (torch.from_numpy(x).view(-1).to(device) for x in batch)
 
         # One step of gradient descent on the whole rollout: [A3C] Alg. S3, the gradients and the update
-        logits, new_values = forward(torch.cat(obs))
+        logits, new_values = heads(torch.cat(b_features))
         loss, metrics = a2c_loss(logits, new_values, b_actions, b_chosen, b_advantages, b_returns, args)
         optimizer.zero_grad()
         loss.backward()

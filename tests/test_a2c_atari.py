@@ -99,7 +99,7 @@ class Tape:
     def __init__(self, folder, frames=108_000, **options):
         self.args, self.logged = make_args(**options), []
         self.sampled, self.chosen, self.steps = [], [], []
-        self.gae, self.updates, self.batches, self.values = [], [], [], [{}]
+        self.gae, self.updates, self.batch, self.batches, self.values = [], [], [], [], [{}]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Emulator, "made", [])
             patch.setattr(Emulator, "frames", frames)
@@ -126,13 +126,20 @@ class Tape:
                 return (*map(np.copy, tape.steps[-1][:5]),)
 
         class Agent(a2c.Agent):
-            def forward(self, obs):
-                logits, values = super().forward(obs)
+            def features(self, obs):
+                self.seen = obs.cpu().numpy()
+                if torch.is_grad_enabled():  # what the update will be of
+                    tape.batch.append(self.seen)
+                return super().features(obs)
+
+            def heads(self, features):
+                logits, values = super().heads(features)
                 if torch.is_grad_enabled():
-                    tape.batches.append(obs.cpu().numpy())
+                    tape.batches.append(np.concatenate(tape.batch))
                     tape.values.append({})
+                    tape.batch.clear()
                 else:  # with the parameters of an update: {observation: its value}
-                    tape.values[-1] |= {row.tobytes(): v.item() for row, v in zip(obs.cpu().numpy(), values)}
+                    tape.values[-1] |= {row.tobytes(): v.item() for row, v in zip(self.seen, values)}
                 return logits, values
 
         class RMSprop(a2c.RMSprop):
@@ -593,13 +600,14 @@ def test_compiling_is_asked_for(tmp_path, monkeypatch, compile):
     """It takes too long here to be done: each forward pass of training goes through what the compiler returns."""
     calls = []
 
-    def compiler(agent, **options):
-        return lambda obs: calls.append(len(obs)) or agent(obs)
+    def compiler(method, **options):
+        return lambda batch: calls.append((method.__name__, len(batch))) or method(batch)
 
     monkeypatch.setattr(torch, "compile", compiler)
     monkeypatch.setattr(a2c, "evaluate", lambda *_: {"episodic_return": [0.0]})
     a2c.train(make_args(compile=compile), tmp_path, None)
-    assert calls == ([4] * 5 + [4] + [20] if compile else [])
+    acting = [("features", 4), ("heads", 4)]
+    assert calls == (acting * 5 + acting + [("heads", 20)] if compile else [])
 
 
 # A run that cannot go on
