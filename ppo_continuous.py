@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #     "torch==2.13.0", "gymnasium[box2d]==1.3.0", "mujoco==4.0.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
 #     "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1", "huggingface-hub==2.4.0",

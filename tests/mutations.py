@@ -1,6 +1,6 @@
 """Plant one-line bugs, one at a time, and see whether the tests catch them.
 
-    python tests/mutations.py                              # all; takes about half an hour on two cores
+    python tests/mutations.py                              # all; takes about an hour on two cores
     python tests/mutations.py --script ppo_continuous -n 2
 
 Each bug is planted into a copy of the project, where the tests of that script run until the first failure: first its
