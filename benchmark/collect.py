@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from common import RESULTS, read_events, read_table, run_name, variant
+from common import RESULTS, ROOT, read_events, read_table, run_name, variant
 
 TAGS = ("charts/episodic_return", "eval/episodic_return", "eval/battle_won_rate", "charts/SPS")
 KEY = ["script", "env_id", "variant", "seed"]  # what makes a run, and a row of runs.csv
@@ -51,6 +51,7 @@ def collect(folder: Path, results: Path) -> None:
 
     won, returns = of["eval/battle_won_rate"], np.array(result["episodic_return"])
     tests = won[won.step > 0.8 * result["global_step"]].value[:-1]  # over the last fifth, without the evaluation
+    program = [f"{script}.py"] if (ROOT / f"{script}.py").exists() else ["benchmark/peers.py", script]
     values = {
         "script": script,
         "env_id": env_id,
@@ -64,7 +65,7 @@ def collect(folder: Path, results: Path) -> None:
         "eval_battle_won_rate": won.value.iloc[-1] if len(won) else "",
         "tests_battle_won_rate": tests.mean(),
         "wall_seconds": round(result["seconds"]),
-        "command": shlex.join(["python", f"{script}.py", "--env-id", env_id, "--seed", str(seed)]) + f" {flags}",
+        "command": shlex.join(["python", *program, "--env-id", env_id, "--seed", str(seed)]) + f" {flags}",
         "commit": result.get("commit", "unknown")[:10],
         "versions": ", ".join(f"{package} {version}" for package, version in sorted(result["versions"].items())),
         "machine": result["machine"],

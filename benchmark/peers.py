@@ -38,7 +38,10 @@ def atari(env_id: str, num_envs: int, seed: int):
 
 
 def ppo(args, library: str) -> list[float]:
-    """PPO of Stable-Baselines3 or SBX with VecNormalize, at the defaults of ppo_continuous.py."""
+    """PPO of Stable-Baselines3 or SBX with VecNormalize, at the defaults of ppo_continuous.py.
+
+    One is another: their vf_coef of 0.5 weighs the squared error itself, ours half of it (`--vf-coef 1` is theirs).
+    """
     import gymnasium as gym
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize

@@ -19,7 +19,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import scipy.stats
-from common import FLAG, RESULTS, ROOT, front, read_table, run_name, setting
+from common import FLAG, FRONT, RESULTS, ROOT, front, read_table, run_name, setting
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
@@ -153,11 +153,11 @@ def draw_overview(results: Path) -> Figure:
 def main(argv: list[str]) -> None:
     """Draw the figures, and name the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", nargs="+", help="default: all that have results, and overview")
+    parser.add_argument("--scripts", nargs="+", help="default: ours that have results, and overview")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--figures", type=Path, default=ROOT / "benchmark" / "figures")
     args = parser.parse_args(argv)
-    found = sorted(set(read_table(args.results / "runs.csv").script))
+    found = sorted(FRONT.keys() & set(read_table(args.results / "runs.csv").script))
     args.figures.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         for name in args.scripts or [*found, "overview"]:

@@ -229,7 +229,8 @@ def generate(results: Path) -> dict[Path, str]:
     runs, measured = read_table(results / "runs.csv"), read_table(results / "speed.csv")
     references, frozen = read_table(results / "references.csv"), read_table(results / "frozen_or_fresh.csv")
     scores, redesign = score_table(runs, references), read_table(results / "redesign" / "runs.csv")
-    figures = "\n\n".join(f"![Learning curves of {name}](figures/{name}.png)" for name in sorted(set(runs.script)))
+    drawn = sorted(FRONT.keys() & set(runs.script))
+    figures = "\n\n".join(f"![Learning curves of {name}](figures/{name}.png)" for name in drawn)
     sections = {
         ROOT / "README.md": {
             "scores": markdown(front_scores(runs, references)),
