@@ -63,6 +63,7 @@ and lose on a busy one. `torchrun` divides the environments among processes, the
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -652,9 +653,9 @@ def join_ranks(args: Args) -> tuple[int, int]:
         return 0, N
     if args.cuda and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Trap: torchrun's own store outlives a restart, with the addresses of ranks that have died in it
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]) + 1
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, num_ranks(), is_master=rank == 0)
+    # Trap: torchrun's store outlives a restart, with the addresses of ranks that have died: hence the prefix
+    store, rank, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group(store=store, rank=rank, world_size=num_ranks())  # gloo on the CPU, nccl on GPUs
     return rank * N, N
 
@@ -662,6 +663,8 @@ def join_ranks(args: Args) -> tuple[int, int]:
 def leave_ranks() -> None:
     """End what join_ranks began, before the first rank alone goes on."""
     if dist.is_initialized():
+        if dist.get_rank() > 0:  # Trap: gloo's threads outlive the group and at times abort a process as Python ends
+            atexit.register(os._exit, 0)
         dist.destroy_process_group()
 
 

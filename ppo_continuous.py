@@ -58,6 +58,7 @@ rollout ends, and a minibatch takes the same rows of each: their number changes 
 """
 
 import argparse
+import atexit
 import contextlib
 import copy
 import dataclasses
@@ -735,9 +736,9 @@ def join_ranks(args: Args) -> tuple[int, int]:
         return 0, N
     if args.cuda and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Trap: torchrun's own store outlives a restart, with the addresses of ranks that have died in it
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]) + 1
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, num_ranks(), is_master=rank == 0)
+    # Trap: torchrun's store outlives a restart, with the addresses of ranks that have died: hence the prefix
+    store, rank, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group(store=store, rank=rank, world_size=num_ranks())  # gloo on the CPU, nccl on GPUs
     return rank * N, N
 
@@ -745,6 +746,8 @@ def join_ranks(args: Args) -> tuple[int, int]:
 def leave_ranks() -> None:
     """End what join_ranks began, before the first rank alone goes on."""
     if dist.is_initialized():
+        if dist.get_rank() > 0:  # Trap: gloo's threads outlive the group and at times abort a process as Python ends
+            atexit.register(os._exit, 0)
         dist.destroy_process_group()
 
 
@@ -761,9 +764,8 @@ def average(tensor: torch.Tensor) -> torch.Tensor:
     """The mean of a tensor over the ranks; without torchrun the tensor."""
     if not dist.is_initialized():
         return tensor
-    from torch.distributed._functional_collectives import all_reduce  # the one that make_fx can trace
-
-    return all_reduce(tensor, "sum", dist.group.WORLD) / dist.get_world_size()
+    ops = torch.ops._c10d_functional  # make_fx cannot trace dist.all_reduce
+    return ops.wait_tensor(ops.all_reduce(tensor, "sum", dist.group.WORLD.group_name)) / dist.get_world_size()
 
 
 def mean_and_std(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,21 +53,15 @@ def keep_all_parts():
 
 
 def free_port():
-    """A port that nobody uses; nor does anybody use the next one."""
-    with socket.socket() as free, socket.socket() as following:
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        try:
-            following.bind(("127.0.0.1", port + 1))
-        except (OSError, OverflowError):
-            return free_port()
-    return str(port)
+        return str(free.getsockname()[1])
 
 
 def start(script, ranks, cwd, *flags, sabotage=keep_all_parts):
     """Processes that join each other, as torchrun starts them."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
-    group["TORCHELASTIC_RUN_ID"] = None if ranks == 1 else "test"
+    group |= {"TORCHELASTIC_RUN_ID": None if ranks == 1 else "test", "TORCHELASTIC_RESTART_COUNT": "0"}
     cwd.mkdir(exist_ok=True)
     flags = [*FLAGS[script], *flags]
     return [
@@ -264,7 +258,7 @@ def step_on_a_half(rank):
     half = tuple(tensor[16 * rank : 16 * rank + 16] for tensor in make_minibatch())
     for traced in (False, True):
         theta, metrics = one_minibatch_step(half, traced)
-        torch.save({"theta": theta, "kl": ppo.average(metrics["approx_kl"]) + 0}, f"{traced}{rank}.pt")
+        torch.save({"theta": theta, "kl": ppo.average(metrics["approx_kl"])}, f"{traced}{rank}.pt")
 
 
 def test_a_minibatch_over_two_ranks_is_a_minibatch(tmp_path):
