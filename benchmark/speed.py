@@ -30,7 +30,6 @@ A3C = "a3c_atari.py --checkpoint-interval 100000000 --eval-episodes 1 --log-inte
 DQN = "dqn_per_atari.py --no-cuda --eval-episodes 1 --log-interval 5 --learning-starts 2000 --buffer-size 20000"
 QMIX = "qmix_smac.py --log-interval 1000 --test-interval 10000000 --env-id 3m"
 ATARI_PEER = "--env-id BreakoutNoFrameskip-v4 --threads 2"
-
 TORCHRUN = "-m torch.distributed.run --nproc-per-node 2"
 PPO = "ppo_continuous.py --num-envs 2 --checkpoint-interval 1000000 --eval-episodes 1"
 JAXMARL = "benchmark/peers.py jaxmarl_qmix --env-id 3m --updates"
@@ -155,15 +154,16 @@ def main() -> None:
         if torch.backends.cpu.get_cpu_capability() == "AVX2":  # bfloat16 is far slower than float32 there
             programs = {name: command for name, command in programs.items() if "--bf16" not in command}
         commands = [f"{command} --total-timesteps {steps}" for command in programs.values()]
+        found = ", ".join(map(" ".join, versions(f"{PACKAGES} {PEERS}").items()))
+        where = {"machine": f"{machine()}, {found}", "commit": commit()}
         for repeat in range(args.repeats):
+            rows = []
             for name, run in zip(programs, measure(commands, steps // 4)):
                 print(f"{repeat + 1}/{args.repeats} {name}: {run}", flush=True)
-                row = {"date": date, "script": script, "name": name, "steps": steps, **run}
-                found = ", ".join(map(" ".join, versions(f"{PACKAGES} {PEERS}").items()))
-                row |= {"machine": f"{machine()}, {found}", "commit": commit()}
-                if not args.steps:
-                    path = RESULTS / "speed.csv"
-                    pd.concat([read_table(path), pd.DataFrame([row])]).to_csv(path, index=False)
+                rows.append({"date": date, "script": script, "name": name, "steps": steps} | run | where)
+            if not args.steps:
+                path = RESULTS / "speed.csv"
+                pd.concat([read_table(path), pd.DataFrame(rows)]).to_csv(path, index=False)
 
 
 if __name__ == "__main__":

@@ -99,14 +99,11 @@ def front_scores(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
 
 
 def newest_rounds(measured: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The newest call of speed.py for each of its tables, without a round that was broken off: {name: rows}."""
+    """The newest call of speed.py for each of its tables: {name: rows}."""
     found = {}
     for name, rows in measured[measured.script.isin(STEPS)].groupby("script", sort=False):
         last = rows[rows.date == rows.date.iloc[-1]]
-        last = last.assign(round=last.groupby("name").cumcount())
-        whole = last.groupby("round").name.transform("count") == last.name.nunique()
-        if whole.any():
-            found[name] = last[whole]
+        found[name] = last.assign(round=last.groupby("name").cumcount())
     return found
 
 

@@ -27,11 +27,9 @@ def suggest(trial: optuna.Trial, spec: str) -> str:
     name, _, values = spec.partition("=")
     if ".." in values:
         bounds, _, log = values.partition(":")
-        low, high = bounds.split("..")
-        if low.lstrip("-").isdigit() and high.lstrip("-").isdigit():
-            value = trial.suggest_int(name, int(low), int(high), log=bool(log))
-        else:
-            value = trial.suggest_float(name, float(low), float(high), log=bool(log))
+        low, high = map(json.loads, bounds.split(".."))
+        ask = trial.suggest_int if {type(low), type(high)} == {int} else trial.suggest_float
+        value = ask(name, low, high, log=bool(log))
     else:
         value = trial.suggest_categorical(name, values.split(","))
     return f"--{name.replace('_', '-')}={value}"
