@@ -1,5 +1,6 @@
 """QMIX: its mathematics against loops from the papers, the environments against their units, and whole runs."""
 
+import functools
 import importlib.util
 import itertools
 import os
@@ -1091,12 +1092,14 @@ def test_a_replay_that_cannot_be_saved_costs_a_note(stand_in, call, tmp_path):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_games_end_with_the_run(stand_in, tmp_path, signum):
-    command = [sys.executable, q.__file__, *SMALL, "--env-id", "smac/toys", "--total-timesteps", "2000000"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    env = {name: os.environ[name] for name in ("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "SC2_PIDS")}
+    find = functools.partial(sys.path.insert, 0, os.environ["PYTHONPATH"])
+    flags = "--env-id smac/toys --total-timesteps 2000000".split()
+    run = Run("qmix_smac", *SMALL, *flags, cwd=tmp_path, sabotage=find, env=env)
     wait_for(lambda: stand_in.exists() and len(games(stand_in)) >= 4, seconds=120)
     wait_for(lambda: list(tmp_path.glob("runs/*/checkpoint_*.pt")), seconds=60)
-    process.send_signal(signum)
-    _, errors = process.communicate(timeout=60)
+    run.kill(signum)
+    result = run.wait(60)
     if signum != signal.SIGKILL:
-        assert process.returncode == 130 and "Traceback" not in errors and "continue with" in errors
+        assert result.status == 130 and "Traceback" not in result.stderr and "continue with" in result.stderr
     wait_for(lambda: not any(runs(pid) for pid, *_ in games(stand_in)))

@@ -141,21 +141,17 @@ LIVES = [  # of one run, each ended by a kill; the next one continues
 
 
 @ppo_only
-@pytest.mark.parametrize("flag", ["--resume", "--run-folder"])
-def test_killed_at_certain_moments(tmp_path, reference, script, flag):
-    argv = SMALL[PPO]
-    if flag == "--run-folder":
-        argv = [*SMALL[PPO], "--run-folder", "runs/mine"]
-        for name in ("torch.save", "os.replace"):  # before the first checkpoint: the same command begins anew
-            kill = functools.partial(kill_in, name)
-            assert resumed(PPO, *argv, cwd=tmp_path, sabotage=kill).wait().status == -9
-    for moment in LIVES:
-        assert resumed(PPO, *argv, cwd=tmp_path, sabotage=moment).wait().status == -9, moment
-        if flag == "--resume":
-            argv = ["--resume", f"runs/{run_folder_in(tmp_path).name}"]
-    result = resumed(PPO, *argv, cwd=tmp_path).wait()
+def test_killed_at_certain_moments(tmp_path, reference, script):
+    """The next life continues with --resume or --run-folder, by turns."""
+    calls = [[*SMALL[PPO], "--run-folder", "runs/mine"], ["--resume", "runs/mine"]]
+    for name in ("torch.save", "os.replace"):  # before the first checkpoint: the same command begins anew
+        kill = functools.partial(kill_in, name)
+        assert resumed(PPO, *calls[0], cwd=tmp_path, sabotage=kill).wait().status == -9
+    for i, moment in enumerate(LIVES):
+        assert resumed(PPO, *calls[i % 2], cwd=tmp_path, sabotage=moment).wait().status == -9, moment
+    result = resumed(PPO, *calls[1], cwd=tmp_path).wait()
     assert (result.status, result.notes) == (0, [])
-    assert_same_run(run_folder_in(tmp_path), reference)
+    assert_same_run(tmp_path / "runs" / "mine", reference)
 
 
 def test_killed_before_the_first_checkpoint(call, tmp_path):
