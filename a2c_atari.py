@@ -381,8 +381,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
     parts = {"agent": agent, "optimizer": optimizer, "rng": rng}  # all that the rest of a run depends on
     global_step = share(parts, restore(parts, checkpoint))
-    last_step = global_step + math.ceil(max(0, args.total_timesteps - global_step) / batch_size) * batch_size
-    run = Run(args, run_folder, checkpoint, last_step) if first == 0 else SilentRun()
+    last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
+    run = Run(args, run_folder, checkpoint, parts, last_step) if first == 0 else SilentRun()
 
     actions = np.zeros((T, N), int)
     chosen, rewards, values, next_values = (np.zeros((T, N), np.float32) for _ in range(4))
@@ -391,7 +391,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
     while global_step < last_step:
         if next_obs is None or global_step % args.checkpoint_interval < batch_size:
-            run.save_checkpoint(global_step, parts)
+            run.save_checkpoint(global_step)
             next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
         learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
 
@@ -443,7 +443,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
     envs.close()
     leave_ranks()
-    run.finish(global_step, parts, model=("agent",))
+    run.finish(global_step, "agent")
 
 
 # ----- The run: evaluation, checkpoints, logs and sharing. Nothing below this line belongs to the algorithm. -----
@@ -498,18 +498,14 @@ def write_file(path: Path, content: dict | str) -> None:
 def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint or a model, or the newest sound checkpoint of a run folder. Runs no pickled code."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
-        try:
+        with contextlib.suppress(Exception):  # the libraries raise a dozen kinds
             with zipfile.ZipFile(file) as archive:
                 # Trap: torch.load compares no checksums, and reads nothing where an entry is marked as a folder
-                if archive.testzip() or any(entry.external_attr for entry in archive.infolist()):
-                    raise ValueError("wrong checksum")
+                sound = not archive.testzip() and not any(entry.external_attr for entry in archive.infolist())
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            if checkpoint["script"] != SCRIPT:
-                raise ValueError(f"written by {checkpoint['script']}.py")
-            return checkpoint
-        except Exception as error:  # the libraries raise a dozen kinds
-            reason = " ".join(str(error).split())[:100]
-            print(f"note: {file} is damaged or no checkpoint of {SCRIPT}.py ({reason})", file=sys.stderr)
+            if sound and checkpoint["script"] == SCRIPT:
+                return checkpoint
+        print(f"note: {file} is damaged or no checkpoint of {SCRIPT}.py", file=sys.stderr)
     sys.exit(f"error: no sound checkpoint in {path}")
 
 
@@ -538,10 +534,10 @@ def restore(parts: dict, checkpoint: dict | None) -> int:
 class Run:
     """What a run writes: TensorBoard and W&B, checkpoints, a line of progress, the result."""
 
-    def __init__(self, args: Args, folder: Path, checkpoint: dict | None, last_step: int) -> None:
-        self.args, self.folder, self.started = args, folder, time.time()
-        done = checkpoint or {"global_step": 0}
-        self.first_step, self.seconds = done["global_step"], done.get("seconds", 0)
+    def __init__(self, args: Args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int) -> None:
+        self.args, self.folder, self.parts, self.started = args, folder, parts, time.time()
+        before = checkpoint or {}
+        self.first_step, self.seconds = before.get("global_step", 0), before.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -565,9 +561,6 @@ class Run:
             wandb.config.update(vars(args), allow_val_change=True)
         # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
         self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
-        if not checkpoint:
-            rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
-            self.writer.add_text("hyperparameters", f"|argument|value|\n|-|-|\n{rows}")
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
@@ -583,33 +576,32 @@ class Run:
             self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
-    def pack(self, global_step: int, parts: dict) -> dict:
-        """What a checkpoint or model.pt holds. `seconds` is wall time of all parts of a resumed run."""
+    def pack(self, global_step: int, *names: str) -> dict:
+        """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
         seconds = self.seconds + time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
-        return header | {name: state_of(part) for name, part in parts.items()}
+        return header | {name: state_of(self.parts[name]) for name in names or self.parts}
 
-    def save_checkpoint(self, global_step: int, parts: dict) -> None:
+    def save_checkpoint(self, global_step: int) -> None:
         """Write checkpoint_{global_step}.pt and keep the one before it."""
         self.writer.flush()
-        write_file(self.folder / f"checkpoint_{global_step:012}.pt", self.pack(global_step, parts))
+        write_file(self.folder / f"checkpoint_{global_step:012}.pt", self.pack(global_step))
         for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
             path.unlink()
 
-    def finish(self, global_step: int, parts: dict, model: tuple[str, ...]) -> None:
-        """Evaluate; write the last checkpoint, model.pt with the parts that `model` names, and result.json."""
+    def finish(self, global_step: int, *names: str) -> None:
+        """Evaluate; write the last checkpoint, model.pt with the parts that are named, and result.json."""
         self.bar.close()
-        args, model = self.args, self.pack(global_step, {name: parts[name] for name in model})
+        args, model = self.args, self.pack(global_step, *names)
         scores = evaluate(args, model, self.folder)
         means = {f"eval/{name}": float(np.mean(values)) for name, values in scores.items()}
         if global_step > self.first_step:  # Trap: a run that is continued after its end has logged this already
             self.log(global_step, means)
-            self.save_checkpoint(global_step, parts)
+            self.save_checkpoint(global_step)
         self.writer.close()
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
-        result = {"script": SCRIPT} | means | scores | {"global_step": global_step, "seconds": model["seconds"]}
-        result["args"] = vars(args)
+        result = {name: model[name] for name in ("script", "args", "global_step", "seconds")} | means | scores
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
         result["versions"] = versions | {"python": platform.python_version()}
         gpu = f", {torch.cuda.get_device_name()}" if args.cuda and torch.cuda.is_available() else ""
@@ -635,28 +627,23 @@ class Run:
             HfApi().upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
 
 
-def num_ranks() -> int:
-    """How many processes torchrun has started, each of which is a rank; 1 without it."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
-
-
 def join_ranks(args: Args) -> tuple[int, int]:
     """Under torchrun: join the other ranks. Returns the number of this rank's first environment, and how many it has.
 
     Every rank draws the random numbers of all environments and takes those of its own. The first rank of a training
     evaluates and writes all files; the episodes in its log are its own.
     """
-    N, rest = divmod(args.num_envs, num_ranks())
-    if rest:
-        sys.exit(f"error: {args.num_envs} environments cannot be divided among {num_ranks()} processes")
-    if num_ranks() == 1:
-        return 0, N
+    if not dist.is_torchelastic_launched():
+        return 0, args.num_envs
     if args.cuda and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, num_ranks = next(dist.rendezvous("env://"))
+    N, rest = divmod(args.num_envs, num_ranks)
+    if rest:
+        sys.exit(f"error: {args.num_envs} environments cannot be divided among {num_ranks} processes")
     # Trap: torchrun's store outlives a restart, with the addresses of ranks that have died: hence the prefix
-    store, rank, _ = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    dist.init_process_group(store=store, rank=rank, world_size=num_ranks())  # gloo on the CPU, nccl on GPUs
+    dist.init_process_group(store=store, rank=rank, world_size=num_ranks)  # gloo on the CPU, nccl on GPUs
     return rank * N, N
 
 

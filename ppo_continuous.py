@@ -49,8 +49,7 @@ Where this differs from common practice, and why:
     or not: gymnasium's common interface cannot save a simulator's state. So resuming is exact to the bit.
 
 The networks are small: one thread of the CPU is the default, and a GPU would wait most of the time. Steps are agent
-steps. `torchrun` divides the environments among processes, the ranks. Each normalises by its own statistics until a
-rollout ends, and a minibatch takes the same rows of each: their number changes the results. Scores: README.md.
+steps. Scores and speeds: README.md.
 
     python ppo_continuous.py --env-id HalfCheetah-v4              # writes runs/HalfCheetah-v4__ppo_continuous__1__...
     python ppo_continuous.py --resume runs/HalfCheetah-v4__...    # continues an interrupted run, exactly
@@ -58,7 +57,6 @@ rollout ends, and a minibatch takes the same rows of each: their number changes 
 """
 
 import argparse
-import atexit
 import contextlib
 import copy
 import dataclasses
@@ -84,10 +82,10 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from gymnasium.wrappers import FlattenObservation, RecordVideo
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -142,9 +140,8 @@ class Args:
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         batch_size = self.num_envs * self.num_steps
-        parts = self.num_minibatches * num_ranks()
-        if batch_size % parts or (self.norm_adv and batch_size == parts):
-            sys.exit(f"error: {parts} equal minibatches of 2 or more steps from {batch_size} steps?")
+        if batch_size % self.num_minibatches or (self.norm_adv and batch_size == self.num_minibatches):
+            sys.exit(f"error: {self.num_minibatches} equal minibatches of 2 or more steps from {batch_size} steps?")
         if self.total_timesteps < batch_size:
             sys.exit(f"error: --total-timesteps must be at least one batch of {batch_size} steps")
 
@@ -204,12 +201,11 @@ class Environments:
     """N environments with normalised observations and scaled rewards, which count whole episodes.
 
     `frozen` stops the statistics, for evaluation. `finished` lists the episodes that the last step ended, (environment,
-    return, length): the return neither scaled nor discounted, the length in agent steps. `first` is the number of the
-    first environment here among those of all ranks; the seeds follow these numbers.
+    return, length): the return neither scaled nor discounted, the length in agent steps.
     """
 
-    def __init__(self, args: Args, num_envs: int, run_folder: Path, frozen: bool = False, first: int = 0) -> None:
-        self.args, self.num_envs, self.run_folder, self.frozen, self.first = args, num_envs, run_folder, frozen, first
+    def __init__(self, args: Args, num_envs: int, run_folder: Path, frozen: bool = False) -> None:
+        self.args, self.num_envs, self.run_folder, self.frozen = args, num_envs, run_folder, frozen
         self.envs = [make_env(args.env_id)]
         self.low, self.high = self.envs[0].action_space.low, self.envs[0].action_space.high
         self.obs_dim, self.action_dim = len(self.envs[0].observation_space.low), len(self.low)
@@ -220,12 +216,11 @@ class Environments:
         """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, D)."""
         self.close()
         # Trap: a reset is not enough. It leaves traces in some environments (Box2D's walker keeps its world)
-        capture_video = self.args.capture_video and self.first == 0
-        self.envs = [make_env(self.args.env_id, capture_video and i == 0) for i in range(self.num_envs)]
-        if capture_video:
+        self.envs = [make_env(self.args.env_id, self.args.capture_video and i == 0) for i in range(self.num_envs)]
+        if self.args.capture_video:
             name, videos = f"{'evaluation' if self.frozen else 'training'}-{key[0]}", str(self.run_folder / "videos")
             self.envs[0] = RecordVideo(self.envs[0], videos, lambda episode: episode == 0, name_prefix=name)
-        seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.first + self.num_envs)[self.first :]
+        seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.num_envs)
         raw_obs = np.stack([env.reset(seed=int(seed))[0] for env, seed in zip(self.envs, seeds)])
         self.discounted_returns, self.returns = np.zeros(self.num_envs), np.zeros(self.num_envs)
         self.lengths = np.zeros(self.num_envs, int)
@@ -340,8 +335,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 def ppo_loss(logprobs, entropy, values, old_logprobs, old_values, advantages, returns, args) -> tuple:
     """The loss to be minimised (), minus [PPO] Eq. (9), and its metrics {name: ()}. Tensors (B,), the entropy ()."""
     if args.norm_adv:
-        mean, std = mean_and_std(advantages)
-        advantages = (advantages - mean) / (std + 1e-8)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
     # [PPO] Eq. (7): a lower bound; a gain beyond the clip earns nothing more, a loss counts in full
@@ -385,7 +379,6 @@ def minibatch_step(agent, args, theta, exp_avg, exp_avg_sq, adam_steps, learning
         return ppo_loss(*torch.func.functional_call(agent, parameters, (obs, actions)), *rest, args)
 
     grad, metrics = torch.func.grad(loss_of, has_aux=True)(theta)
-    grad = average(grad)
     grad_norm = grad.norm()
     grad = grad * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     t = adam_steps.add_(1).double()  # Trap: torch.compile loses what is written into a float64 () on the CPU
@@ -398,12 +391,11 @@ def minibatch_step(agent, args, theta, exp_avg, exp_avg_sq, adam_steps, learning
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
-    first, N = join_ranks(args)  # N environments from number `first` on: all, or this rank's share under torchrun
-    T, batch_size = args.num_steps, args.num_steps * args.num_envs
-    device = choose_device(args)
+    T, N, device = args.num_steps, args.num_envs, choose_device(args)
+    batch_size = T * N
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the noise and the minibatches
-    envs = Environments(args, N, run_folder, first=first)
+    envs = Environments(args, N, run_folder)
     agent = Agent(envs.obs_dim, envs.action_dim, args.log_std_init).to(device)
     theta = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
     nn.utils.vector_to_parameters(theta, agent.parameters())  # from here on they are views of theta
@@ -412,9 +404,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
     parts = {"agent": agent, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "adam_steps": adam_steps, "rng": rng}
     parts |= {"obs_stats": envs.obs_stats, "return_stats": envs.return_stats}  # all that the rest of a run depends on
-    global_step = share(parts, restore(parts, checkpoint))
-    last_step = global_step + math.ceil(max(0, args.total_timesteps - global_step) / batch_size) * batch_size
-    run = Run(args, run_folder, checkpoint, last_step) if first == 0 else SilentRun()
+    global_step = restore(parts, checkpoint)
+    last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
+    run = Run(args, run_folder, checkpoint, parts, last_step)
 
     obs = np.zeros((T, N, envs.obs_dim), np.float32)
     successors = np.zeros((T, N, envs.obs_dim), np.float32)
@@ -425,24 +417,22 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     next_obs = None
 
     while global_step < last_step:
-        before = copy.copy(envs.obs_stats), copy.copy(envs.return_stats)  # the same in all ranks
         if next_obs is None or global_step % args.checkpoint_interval < batch_size:
-            run.save_checkpoint(global_step, parts)
+            run.save_checkpoint(global_step)
             next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
         learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
 
         # Collect T steps in each environment: [PPO] Alg. 1, line 3. The parameters stay; the statistics move
         mean_action = numpy_actor(agent.actor)
-        noise = rng.standard_normal((T, args.num_envs, envs.action_dim), np.float32)[:, first : first + N]
-        noise = noise * agent.log_std.detach().exp().cpu().numpy()
+        std = agent.log_std.detach().exp().cpu().numpy()
+        noise = std * rng.standard_normal((T, N, envs.action_dim), np.float32)
         for t in range(T):
             obs[t] = next_obs
             actions[t] = mean_action(next_obs) + noise[t]  # Detail: the loss sees the unclipped action
             next_obs, successors[t], rewards[t], terminations[t], truncations[t] = envs.step(actions[t])
-            global_step += args.num_envs
+            global_step += N
             for _, score, length in envs.finished:
                 run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
-        merge((envs.obs_stats, envs.return_stats), before)  # what each rank has counted: the same again
 
         # Estimate the advantages: [PPO] Alg. 1, line 4
         b_obs = torch.from_numpy(obs).view(T * N, -1).to(device)
@@ -465,7 +455,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             minibatches = zip(*(rows[order].chunk(args.num_minibatches) for rows in batch))
             epoch = [step(*state, minibatch) for minibatch in minibatches]
             means = torch.stack([torch.stack([*each.values()]) for each in epoch]).mean(0)
-            metrics = dict(zip(epoch[0], average(means)))
+            metrics = dict(zip(epoch[0], means))
             if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
                 break
 
@@ -477,8 +467,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         run.progress(global_step, envs.recent_returns)
 
     envs.close()
-    leave_ranks()
-    run.finish(global_step, parts, model=("agent", "obs_stats"))
+    run.finish(global_step, "agent", "obs_stats")
 
 
 # ----- The run: evaluation, checkpoints, logs and sharing. Nothing below this line belongs to the algorithm. -----
@@ -529,18 +518,14 @@ def write_file(path: Path, content: dict | str) -> None:
 def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint or a model, or the newest sound checkpoint of a run folder. Runs no pickled code."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
-        try:
+        with contextlib.suppress(Exception):  # the libraries raise a dozen kinds
             with zipfile.ZipFile(file) as archive:
                 # Trap: torch.load compares no checksums, and reads nothing where an entry is marked as a folder
-                if archive.testzip() or any(entry.external_attr for entry in archive.infolist()):
-                    raise ValueError("wrong checksum")
+                sound = not archive.testzip() and not any(entry.external_attr for entry in archive.infolist())
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            if checkpoint["script"] != SCRIPT:
-                raise ValueError(f"written by {checkpoint['script']}.py")
-            return checkpoint
-        except Exception as error:  # the libraries raise a dozen kinds
-            reason = " ".join(str(error).split())[:100]
-            print(f"note: {file} is damaged or no checkpoint of {SCRIPT}.py ({reason})", file=sys.stderr)
+            if sound and checkpoint["script"] == SCRIPT:
+                return checkpoint
+        print(f"note: {file} is damaged or no checkpoint of {SCRIPT}.py", file=sys.stderr)
     sys.exit(f"error: no sound checkpoint in {path}")
 
 
@@ -569,10 +554,10 @@ def restore(parts: dict, checkpoint: dict | None) -> int:
 class Run:
     """What a run writes: TensorBoard and W&B, checkpoints, a line of progress, the result."""
 
-    def __init__(self, args: Args, folder: Path, checkpoint: dict | None, last_step: int) -> None:
-        self.args, self.folder, self.started = args, folder, time.time()
-        done = checkpoint or {"global_step": 0}
-        self.first_step, self.seconds = done["global_step"], done.get("seconds", 0)
+    def __init__(self, args: Args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int) -> None:
+        self.args, self.folder, self.parts, self.started = args, folder, parts, time.time()
+        before = checkpoint or {}
+        self.first_step, self.seconds = before.get("global_step", 0), before.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -596,9 +581,6 @@ class Run:
             wandb.config.update(vars(args), allow_val_change=True)
         # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
         self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
-        if not checkpoint:
-            rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
-            self.writer.add_text("hyperparameters", f"|argument|value|\n|-|-|\n{rows}")
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
@@ -614,33 +596,32 @@ class Run:
             self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
-    def pack(self, global_step: int, parts: dict) -> dict:
-        """What a checkpoint or model.pt holds. `seconds` is wall time of all parts of a resumed run."""
+    def pack(self, global_step: int, *names: str) -> dict:
+        """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
         seconds = self.seconds + time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
-        return header | {name: state_of(part) for name, part in parts.items()}
+        return header | {name: state_of(self.parts[name]) for name in names or self.parts}
 
-    def save_checkpoint(self, global_step: int, parts: dict) -> None:
+    def save_checkpoint(self, global_step: int) -> None:
         """Write checkpoint_{global_step}.pt and keep the one before it."""
         self.writer.flush()
-        write_file(self.folder / f"checkpoint_{global_step:012}.pt", self.pack(global_step, parts))
+        write_file(self.folder / f"checkpoint_{global_step:012}.pt", self.pack(global_step))
         for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
             path.unlink()
 
-    def finish(self, global_step: int, parts: dict, model: tuple[str, ...]) -> None:
-        """Evaluate; write the last checkpoint, model.pt with the parts that `model` names, and result.json."""
+    def finish(self, global_step: int, *names: str) -> None:
+        """Evaluate; write the last checkpoint, model.pt with the parts that are named, and result.json."""
         self.bar.close()
-        args, model = self.args, self.pack(global_step, {name: parts[name] for name in model})
+        args, model = self.args, self.pack(global_step, *names)
         scores = evaluate(args, model, self.folder)
         means = {f"eval/{name}": float(np.mean(values)) for name, values in scores.items()}
         if global_step > self.first_step:  # Trap: a run that is continued after its end has logged this already
             self.log(global_step, means)
-            self.save_checkpoint(global_step, parts)
+            self.save_checkpoint(global_step)
         self.writer.close()
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
-        result = {"script": SCRIPT} | means | scores | {"global_step": global_step, "seconds": model["seconds"]}
-        result["args"] = vars(args)
+        result = {name: model[name] for name in ("script", "args", "global_step", "seconds")} | means | scores
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
         result["versions"] = versions | {"python": platform.python_version()}
         gpu = f", {torch.cuda.get_device_name()}" if args.cuda and torch.cuda.is_available() else ""
@@ -669,11 +650,10 @@ class Run:
 def numpy_actor(actor: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
     """The network as a numpy function, obs (N, D) -> mean action (N, A); to be made again after each update.
 
-    One observation at a time, torch's overhead is several times the arithmetic. A network that holds other layers than
-    Linear (with a bias) and Tanh is asked through torch.
+    One observation at a time, torch's overhead is several times the arithmetic. A network that is no Sequential of
+    Linear and Tanh is asked through torch.
     """
-    known = isinstance(actor, nn.Sequential) and {type(layer) for layer in actor} <= {nn.Linear, nn.Tanh}
-    if not known or any(getattr(layer, "bias", ...) is None for layer in actor):
+    if type(actor) is not nn.Sequential or {type(layer) for layer in actor} - {nn.Linear, nn.Tanh}:
         device = next(actor.parameters()).device
         return lambda obs: actor(torch.from_numpy(obs).to(device)).detach().cpu().numpy()
     layers = [[parameter.detach().cpu().numpy() for parameter in layer.parameters()] for layer in actor]
@@ -693,109 +673,21 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
     doing it. Traced, the same operations run in the same order, so the results are the same to the bit. All that is
     Python in it (shapes, coefficients, flags) is fixed.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    on_gpu, fast = args.cuda and torch.cuda.is_available(), None
-    step = functools.partial(minibatch_step, copy.deepcopy(agent).to("meta"), args)
+    step, traced = functools.partial(minibatch_step, copy.deepcopy(agent).to("meta"), args), None
+    on_gpu = args.cuda and torch.cuda.is_available()
+    if args.compile:
+        return torch.compile(step, fullgraph=True, options=None if on_gpu else {"cpp_wrapper": True})
 
     def call(*tensors):
-        nonlocal fast
-        if fast is None and args.compile:
-            for tensor in tensors[:4]:  # for CUDA graphs: the parameters and Adam's state stay where they are
-                torch._dynamo.mark_static_address(tensor)
-            option = "triton.cudagraphs" if on_gpu else "cpp_wrapper"
-            fast = torch.compile(step, fullgraph=True, options={option: True})
-        elif fast is None:
-            fast = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
-            # On a GPU TorchScript compiles kernels of its own, with other rounding; messages it cannot trace
-            if not on_gpu and not dist.is_initialized():
+        nonlocal traced
+        if traced is None:
+            traced = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
+            if not on_gpu:  # there TorchScript compiles kernels of its own, with other rounding
                 with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile
-                    fast = torch.jit.trace(fast, copy.deepcopy(tensors), check_trace=False, strict=False)
-        metrics = fast(*tensors)
-        # Trap: a CUDA graph overwrites its outputs at the next call
-        return {name: metric.clone() for name, metric in metrics.items()} if on_gpu else metrics
+                    traced = torch.jit.trace(traced, copy.deepcopy(tensors), check_trace=False, strict=False)
+        return traced(*tensors)
 
     return call
-
-
-def num_ranks() -> int:
-    """How many processes torchrun has started, each of which is a rank; 1 without it."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
-
-
-def join_ranks(args: Args) -> tuple[int, int]:
-    """Under torchrun: join the other ranks. Returns the number of this rank's first environment, and how many it has.
-
-    Every rank draws the random numbers of all environments and takes those of its own. The first rank of a training
-    evaluates and writes all files; the episodes in its log are its own.
-    """
-    N, rest = divmod(args.num_envs, num_ranks())
-    if rest:
-        sys.exit(f"error: {args.num_envs} environments cannot be divided among {num_ranks()} processes")
-    if num_ranks() == 1:
-        return 0, N
-    if args.cuda and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Trap: torchrun's store outlives a restart, with the addresses of ranks that have died: hence the prefix
-    store, rank, _ = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    dist.init_process_group(store=store, rank=rank, world_size=num_ranks())  # gloo on the CPU, nccl on GPUs
-    return rank * N, N
-
-
-def leave_ranks() -> None:
-    """End what join_ranks began, before the first rank alone goes on."""
-    if dist.is_initialized():
-        if dist.get_rank() > 0:  # Trap: gloo's threads outlive the group and at times abort a process as Python ends
-            atexit.register(os._exit, 0)
-        dist.destroy_process_group()
-
-
-def share(parts: dict, global_step: int) -> int:
-    """Give all ranks the parts and the global step of the first one. Returns that step."""
-    if not dist.is_initialized():
-        return global_step
-    states = [{"global_step": global_step} | {name: state_of(part) for name, part in parts.items()}]
-    dist.broadcast_object_list(states)
-    return restore(parts, states[0])
-
-
-def average(tensor: torch.Tensor) -> torch.Tensor:
-    """The mean of a tensor over the ranks; without torchrun the tensor."""
-    if not dist.is_initialized():
-        return tensor
-    ops = torch.ops._c10d_functional  # make_fx cannot trace dist.all_reduce
-    return ops.wait_tensor(ops.all_reduce(tensor, "sum", dist.group.WORLD.group_name)) / dist.get_world_size()
-
-
-def mean_and_std(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean () and standard deviation () of a vector (B,) of which each rank has a part."""
-    if not dist.is_initialized():
-        return x.mean(), x.std()
-    mean, count = average(x.mean()), len(x) * dist.get_world_size()
-    return mean, (average((x - mean).square().mean()) * count / (count - 1)).sqrt()
-
-
-def merge(statistics: tuple[RunningMeanStd, ...], before: tuple[RunningMeanStd, ...]) -> None:
-    """Count in `statistics` what all ranks have counted since `before`, when theirs were the same."""
-    for stats, old in zip(statistics, before) if dist.is_initialized() else ():
-        shift = average(torch.tensor(stats.mean)).numpy()
-        sums = []
-        for each in (stats, old):  # of 1, x - shift and (x - shift)^2: these add up
-            count, offset = np.full_like(shift, each.count), each.mean - shift
-            sums.append(np.stack([count, count * offset, each.m2 + count * offset**2]))
-        counted = torch.tensor(sums[0] - sums[1])
-        dist.all_reduce(counted)
-        count, total, squares = sums[1] + counted.numpy()
-        stats.count = int(count.max())
-        stats.mean, stats.m2 = shift + total / stats.count, squares - total**2 / stats.count
-
-
-class SilentRun:
-    """Stands for `Run` in all ranks but the first: it does nothing."""
-
-    def __getattr__(self, name):
-        return lambda *_, **__: None
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
