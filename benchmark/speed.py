@@ -31,7 +31,6 @@ DQN = "dqn_per_atari.py --no-cuda --eval-episodes 1 --log-interval 5 --learning-
 QMIX = "qmix_smac.py --log-interval 1000 --test-interval 10000000 --env-id 3m"
 ATARI_PEER = "--env-id BreakoutNoFrameskip-v4 --threads 2"
 TORCHRUN = "-m torch.distributed.run --nproc-per-node 2"
-PPO = "ppo_continuous.py --num-envs 2 --checkpoint-interval 1000000 --eval-episodes 1"
 JAXMARL = "benchmark/peers.py jaxmarl_qmix --env-id 3m --updates"
 STEPS = {  # of a run; the first quarter is warm-up
     "ppo_continuous": 102_400,
@@ -40,7 +39,6 @@ STEPS = {  # of a run; the first quarter is warm-up
     "dqn_per_atari": 24_000,  # after a quarter Adam's averages of dead units fade below 1e-38, which slows a CPU
     "qmix_smac_3m": 60_000,
     "a2c_ranks": 20_000,
-    "ppo_ranks": 80_000,
 }
 PROGRAMS = [  # what is compared, name, command; the ratios of a table are to its first program
     ("ppo_continuous", "Stable-Baselines3 PPO", "benchmark/peers.py sb3_ppo"),
@@ -62,9 +60,6 @@ PROGRAMS = [  # what is compared, name, command; the ratios of a table are to it
     ("qmix_smac_3m", "qmix_smac.py", QMIX),
     ("a2c_ranks", "a2c_atari.py, two threads", f"{A2C} --torch-threads 2 --env-threads 2"),
     ("a2c_ranks", "a2c_atari.py, two ranks", f"{TORCHRUN} {A2C} --torch-threads 1 --env-threads 1"),
-    ("ppo_ranks", "ppo_continuous.py, 2 environments", PPO),
-    ("ppo_ranks", "ppo_continuous.py, 2 environments, two threads", f"{PPO} --torch-threads 2"),
-    ("ppo_ranks", "ppo_continuous.py, 2 environments, two ranks", f"{TORCHRUN} {PPO}"),
 ]
 
 
