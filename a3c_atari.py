@@ -47,19 +47,17 @@ once and without a lock ("Hogwild"), whatever the others are doing, takes a new 
 
 Where this differs from the paper or from common practice, and why:
   * The gradient is a vector that is zeroed before each backward pass and handed to the optimiser. (Well-known PyTorch
-    programs of A3C share `.grad` between two models. Since `zero_grad` sets it to None, they add up gradients for ever
-    or apply the very first one for ever.)
-  * [HOG] proves that updates without a lock converge where each of them touches few parameters. Here each touches all:
-    that it works all the same is what [A3C] found, not what [HOG] guarantees.
-  * Without a lock, averages are read while others write them. A step of Adam is therefore held to the length that Adam
-    itself never exceeds; without that, two first updates at the same moment can destroy the model.
+    programs share `.grad` between two models. Since `zero_grad` sets it to None, they add up all gradients, or apply
+    the very first one for ever.)
+  * [HOG] proves that updates without a lock converge if each of them touches few parameters. Here each touches all:
+    that it works all the same is what [A3C] found. The length of a step of Adam is bounded, see `SharedAdam`.
   * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than t small ones.
   * Size of frames, network, Adam and its rate, 20 steps and the clipping of gradients are pytorch-a3c's. The paper has
-    84x84 frames, RMSprop (`--optimizer rmsprop`; its average starts at one, as TensorFlow's), 5 steps and no clipping.
-  * pytorch-a3c crops the same rows, but to the pixel (our last row has some of Pong's lower border in it), normalises
-    by running averages that differ between its processes and are never saved (here each observation by its own mean and
-    deviation), and begins with uniform weights (ours are orthogonal, as in OpenAI's baselines ([37]), the LSTM's as
-    PyTorch makes them). With lambda < 1 it keeps the n-step return as the target of the values.
+    84x84 frames, RMSprop (`--optimizer rmsprop`), 5 steps and no clipping.
+  * pytorch-a3c crops the same rows to the pixel (our last row has some of Pong's lower border in it), normalises by
+    running averages of each process, never saved (here each observation by its own mean and deviation), and begins with
+    uniform weights (here orthogonal, as in OpenAI's baselines ([37]); the LSTM's are as PyTorch makes them). With
+    lambda < 1 it keeps the n-step return as the target of the values.
   * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
   * Rewards are clipped to their sign for learning only; what is logged is the score of the whole episode.
   * On the first step of each life FIRE is pressed for the agent: an environment like Breakout would otherwise wait for
@@ -67,11 +65,10 @@ Where this differs from the paper or from common practice, and why:
   * `PongNoFrameskip-v4` (or `PongDeterministic-v4`: the same environment here) has no sticky actions, `ALE/Pong-v5`
     repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
   * At each checkpoint the workers wait, the model is evaluated and saved, and new episodes begin with seeds made of
-    (seed, global_step, worker), interrupted there or not: so nothing of a worker has to be saved. With one worker
-    resuming is exact to the bit. With more, the order of updates is the operating system's, in any run.
+    (seed, global_step, worker), interrupted there or not. So with one worker resuming is exact to the bit. With more,
+    the order of updates is the operating system's, in any run.
 
-Steps are agent steps, four frames each. Workers compute on the CPU: one frame is too little work for a GPU. `--cuda`
-moves their copies there all the same, for larger networks. Scores and speeds: README.md.
+Scores and speeds: README.md.
 
     python a3c_atari.py --env-id PongDeterministic-v4 --num-workers 8   # writes runs/PongDeterministic-v4__a3c_...
     python a3c_atari.py --resume runs/PongDeterministic-v4__...          # continues an interrupted run
@@ -84,7 +81,6 @@ import ctypes
 import dataclasses
 import importlib.metadata
 import json
-import logging
 import math
 import os
 import platform
@@ -155,7 +151,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
     seed: int = 1  # seed of the parameters, the actions and the environments
     torch_deterministic: bool = True  # whether cuDNN must be deterministic
-    cuda: bool = False  # whether the workers compute on the GPU, if there is one (see the title)
+    cuda: bool = False  # whether the workers compute on the GPU, if there is one (one frame is too little work for it)
     torch_threads: int = 1  # threads of torch in each process; it is the workers that keep the cores busy
     compile: bool = False  # whether to compile acting in each worker (takes up to a minute, needs a C++ compiler)
     track: bool = False  # whether to track the run with Weights & Biases
@@ -293,14 +289,10 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """Policy and value function on four convolutions and an LSTM, or a linear layer in its place.
+    """Policy and value function on four convolutions and an LSTM, or without `lstm` a linear layer in its place.
 
     The convolutions are pytorch-a3c's. [A3C] Suppl. Sec. 8 has two, on larger frames, and a layer of 256 units, behind
     which come the same 256 LSTM cells (Sec. 5.1).
-
-    Args:
-        num_actions: the number of joystick positions.
-        lstm: whether there is an LSTM.
     """
 
     def __init__(self, num_actions: int, lstm: bool = True) -> None:
@@ -406,19 +398,17 @@ class SharedAdam(nn.Module):
     m = \beta_1 m + (1 - \beta_1) g,   \hat m = m / (1 - \beta_1^t),   v and \hat v so with g^2 and \beta_2,
     \theta = \theta - \alpha \hat m / (\sqrt{\hat v} + \epsilon)
 
-    No sequence of gradients makes |\hat m| / \sqrt{\hat v} larger than 7.3 (Cauchy-Schwarz), but two workers that write
-    at once do: m with the other's gradient over v without it. In the first updates, where v is nearly zero, such a step
-    would be thousands of times too long and destroy the model. That t may miss an update does no harm.
+    No gradients make |\hat m| / \sqrt{\hat v} larger than 7.3 (Cauchy-Schwarz), but two workers that write at once do:
+    m with the other's gradient over v without it. In the first updates, where v is nearly zero, such a step would be
+    thousands of times too long and destroy the model. That t may miss an update does no harm.
     """
 
     def __init__(self, num_parameters: int, args: Args) -> None:
         super().__init__()
-        self.register_buffer("m", torch.zeros(num_parameters))
-        self.register_buffer("v", torch.zeros(num_parameters))
-        self.register_buffer("t", torch.zeros((), dtype=torch.int64))
+        self.m, self.v = nn.Buffer(torch.zeros(num_parameters)), nn.Buffer(torch.zeros(num_parameters))
+        self.t = nn.Buffer(torch.tensor(0))
 
     def step(self, theta: torch.Tensor, grad: torch.Tensor, learning_rate: float) -> None:
-        """Move theta against the gradient."""
         beta1, beta2, eps = 0.9, 0.999, 1e-8
         self.t += 1
         t = int(self.t)
@@ -440,10 +430,9 @@ class SharedRMSprop(nn.Module):
     def __init__(self, num_parameters: int, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.register_buffer("square_avg", torch.full((num_parameters,), 0.0 if args.torch_rmsprop else 1.0))
+        self.square_avg = nn.Buffer(torch.full((num_parameters,), 0.0 if args.torch_rmsprop else 1.0))
 
     def step(self, theta: torch.Tensor, grad: torch.Tensor, learning_rate: float) -> None:
-        """Move theta against the gradient."""
         alpha, eps = self.args.rmsprop_alpha, self.args.rmsprop_eps
         average = (self.square_avg * alpha).addcmul_(grad, grad, value=1 - alpha)
         self.square_avg.copy_(average)  # `average` has our gradient in it, whatever others write meanwhile
@@ -463,13 +452,9 @@ class Shared:
 
 
 def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> None:
-    """Worker `rank`: play with a copy of the shared model, and improve the shared model by it, [A3C] Alg. S3.
-
-    Raises FloatingPointError where a gradient is not finite.
-    """
+    """Worker `rank`: play with a copy of the shared model, and improve the shared model by it, [A3C] Alg. S3."""
     device = prepare_worker(args)
-    video = args.capture_video and rank == 0
-    envs = AtariEnvs(dataclasses.replace(args, capture_video=video), 1, run_folder)
+    envs = AtariEnvs(dataclasses.replace(args, capture_video=args.capture_video and rank == 0), 1, run_folder)
     local_model = Agent(envs.num_actions, args.lstm).to(device)
     local_theta, grad = flatten(local_model)
     optimizer = shared.optimizers[0 if args.shared_optimizer else rank]
@@ -548,22 +533,18 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     run = Run(args, run_folder, checkpoint, parts, args.total_timesteps)
     run.save_checkpoint(global_step)
 
-    shared = Shared(
-        theta=theta.share_memory_(),
-        optimizers=optimizers.share_memory(),
-        steps=torch.zeros(args.num_workers, dtype=torch.int64).share_memory_(),
-        checkpoint_step=torch.tensor(global_step).share_memory_(),
-        metrics=mp.get_context("spawn").SimpleQueue(),
-    )
-    shared.steps[0] = global_step
+    steps = torch.zeros(args.num_workers, dtype=torch.int64)
+    steps[0] = global_step
+    shared = Shared(theta, optimizers, steps, torch.tensor(global_step), mp.get_context("spawn").SimpleQueue())
     recent_returns = deque(maxlen=100)
-    # Trap: a forked worker would hang in its first convolution. Daemons, as these end with this process
+    # Tensors that are sent to a process move to shared memory. Daemons end with this process. Trap: forked instead of
+    # spawned, a worker would hang in its first convolution
     workers = mp.spawn(actor_learner, (args, run_folder, shared), nprocs=args.num_workers, join=False, daemon=True)
 
     while global_step < args.total_timesteps:
         stopped = 0
         while stopped < args.num_workers:
-            watch(workers, run)
+            workers.join(timeout=0.1)  # where one has failed, this ends the others and says why
             while not shared.metrics.empty():
                 if (message := shared.metrics.get()) is None:
                     stopped += 1
@@ -606,8 +587,8 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     obs, state = envs.reset(model["global_step"], 1), agent.initial_state(args.eval_episodes)
     while len(returns) < args.eval_episodes:
         logits, state = agent.step(torch.from_numpy(obs).to(device), state)
-        actions = logits.argmax(-1).cpu().numpy() if args.greedy else sample(logits, rng.gumbel(size=logits.shape))
-        obs, _, _, terminations, truncations = envs.step(actions)
+        noise = 0 if args.greedy else rng.gumbel(size=logits.shape)
+        obs, _, _, terminations, truncations = envs.step(sample(logits, noise))
         going = torch.from_numpy(~(terminations | truncations)).to(device)[:, None]
         state = tuple(part * going for part in state)
         for i, episodic_return, _ in envs.finished:
@@ -788,17 +769,6 @@ def traced_step(agent: Agent, envs: AtariEnvs, args: Args) -> Callable:
     obs = torch.zeros(envs.envs.observation_space.shape, dtype=torch.uint8, device=agent.value_head.weight.device)
     with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile, which needs a compiler
         return torch.jit.trace_module(agent, {"step": (obs, agent.initial_state(1))}, check_trace=False).step
-
-
-def watch(workers: mp.ProcessContext, run: Run) -> None:
-    """Give the workers a tenth of a second. Where one has failed, end all with a line that names it and the cause."""
-    logging.getLogger("torch.multiprocessing.spawn").setLevel("ERROR")  # it would report every worker that it ends
-    try:
-        workers.join(timeout=0.1)
-    except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-        *traceback, cause = str(error).strip().splitlines()
-        run.bar.close()
-        sys.exit("\n".join([*traceback, f"error: worker {error.error_index} failed: {cause}"]))
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
