@@ -11,16 +11,13 @@ The policy plays `num_steps` steps in every environment; an action's return is t
 the rollout plus the discounted value of the observation there. One step of gradient descent then makes actions that
 returned more than the value function expected more likely, fits the value function, and keeps the entropy up.
 
-[A3C]   Mnih, Badia, Mirza, Graves, Lillicrap, Harley, Silver, Kavukcuoglu 2016, "Asynchronous methods for deep
-        reinforcement learning", ICML, arXiv:1602.01783
-[DQN]   Mnih, Kavukcuoglu, Silver, et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
-[GAE]   Schulman, Moritz, Levine, Jordan, Abbeel 2016, "High-dimensional continuous control using generalized advantage
-        estimation", ICLR, arXiv:1506.02438
-[TIME]  Pardo, Tavakoli, Levdik, Kormushev 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
-[ALE]   Machado, Bellemare, Talvitie, Veness, Hausknecht, Bowling 2018, "Revisiting the arcade learning environment",
-        JAIR 61, arXiv:1709.06009
-[PPO]   Schulman, Wolski, Dhariwal, Radford, Klimov 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
-[37]    Huang, Dossa, Raffin, Kanervisto, Wang 2022, "The 37 implementation details of PPO", ICLR blog track
+[A3C]   Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", ICML, arXiv:1602.01783
+[DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
+[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", arXiv:1506.02438
+[TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
+[ALE]   Machado et al. 2018, "Revisiting the arcade learning environment", JAIR 61, arXiv:1709.06009
+[PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
+[37]    Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
 
     symbol          variable           shape            meaning (T num_steps, N num_envs, B = T * N)
     s_t             obs                (N, 4, 84, 84)   the last four frames, uint8, one per agent step

@@ -12,19 +12,15 @@ the gradient of what it has just played: actions that returned more than the val
 values move towards the returns, and the policy's entropy is kept up. It applies this gradient to the shared model at
 once and without a lock ("Hogwild"), whatever the others are doing, takes a new copy and plays on.
 
-[A3C]   Mnih, Badia, Mirza, Graves, Lillicrap, Harley, Silver, Kavukcuoglu 2016, "Asynchronous methods for deep
-        reinforcement learning", ICML, arXiv:1602.01783
-[HOG]   Recht, Re, Wright, Niu 2011, "Hogwild: a lock-free approach to parallelizing stochastic gradient descent", NIPS,
-        arXiv:1106.5730
+[A3C]   Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", ICML, arXiv:1602.01783
+[HOG]   Recht et al. 2011, "Hogwild: a lock-free approach to parallelizing stochastic gradient descent", arXiv:1106.5730
 [ADAM]  Kingma, Ba 2015, "Adam: a method for stochastic optimization", ICLR, arXiv:1412.6980
-[DQN]   Mnih, Kavukcuoglu, Silver, et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
-[GAE]   Schulman, Moritz, Levine, Jordan, Abbeel 2016, "High-dimensional continuous control using generalized advantage
-        estimation", ICLR, arXiv:1506.02438
-[TIME]  Pardo, Tavakoli, Levdik, Kormushev 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
-[ALE]   Machado, Bellemare, Talvitie, Veness, Hausknecht, Bowling 2018, "Revisiting the arcade learning environment",
-        JAIR 61, arXiv:1709.06009
-[PPO]   Schulman, Wolski, Dhariwal, Radford, Klimov 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
-[37]    Huang, Dossa, Raffin, Kanervisto, Wang 2022, "The 37 implementation details of PPO", ICLR blog track
+[DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
+[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", arXiv:1506.02438
+[TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
+[ALE]   Machado et al. 2018, "Revisiting the arcade learning environment", JAIR 61, arXiv:1709.06009
+[PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
+[37]    Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
 
     symbol          variable           shape            meaning (t steps of a rollout, P parameters)
     \theta          shared.theta       (P,)             parameters of the shared model, in one vector

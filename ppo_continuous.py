@@ -12,12 +12,11 @@ The policy plays `num_steps` steps in every environment, and GAE estimates the a
 clipped: once an action's probability has changed by more, the objective gives no reason to go on. That removes the
 incentive to leave the old policy; it bounds nothing. The same minibatches fit the value function.
 
-[PPO]   Schulman, Wolski, Dhariwal, Radford, Klimov 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
-[GAE]   Schulman, Moritz, Levine, Jordan, Abbeel 2016, "High-dimensional continuous control using generalized advantage
-        estimation", ICLR, arXiv:1506.02438
-[TIME]  Pardo, Tavakoli, Levdik, Kormushev 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
+[PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
+[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", arXiv:1506.02438
+[TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
 [ADAM]  Kingma, Ba 2015, "Adam: a method for stochastic optimization", ICLR, arXiv:1412.6980
-[37]    Huang, Dossa, Raffin, Kanervisto, Wang 2022, "The 37 implementation details of PPO", ICLR blog track
+[37]    Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
 
     symbol          variable           shape      meaning (T num_steps, N num_envs, B minibatch, D obs, A action)
     s_t             obs                (T, N, D)  observation, normalised

@@ -12,21 +12,18 @@ battle, combines the values of the actions taken into that of the team, Q_tot, a
 The mixing weights are never negative, so each agent's best action is part of the best joint action *of Q_tot*: the
 maximum over all joint actions is found agent by agent, and the agents can play without the mixing network.
 
-[QMIX]  Rashid, Samvelyan, Schroeder de Witt, Farquhar, Foerster, Whiteson 2018, "QMIX: monotonic value function
-        factorisation for deep multi-agent reinforcement learning", ICML, arXiv:1803.11485
+[QMIX]  Rashid, Samvelyan, Schroeder de Witt, et al. 2018, "QMIX: monotonic value function factorisation for deep
+        multi-agent reinforcement learning", ICML, arXiv:1803.11485
 [DRQN]  Hausknecht, Stone 2015, "Deep recurrent Q-learning for partially observable MDPs", arXiv:1507.06527
 [DDQN]  van Hasselt, Guez, Silver 2016, "Deep reinforcement learning with double Q-learning", AAAI, arXiv:1509.06461
-[VDN]   Sunehag, Lever, Gruslys, et al. 2018, "Value-decomposition networks for cooperative multi-agent learning",
-        AAMAS, arXiv:1706.05296
+[VDN]   Sunehag et al. 2018, "Value-decomposition networks for cooperative multi-agent learning", arXiv:1706.05296
 [IQL]   Tan 1993, "Multi-agent reinforcement learning: independent vs. cooperative agents", ICML
-[SHARE] Gupta, Egorov, Kochenderfer 2017, "Cooperative multi-agent control using deep reinforcement learning", AAMAS
-        workshops
+[SHARE] Gupta et al. 2017, "Cooperative multi-agent control using deep reinforcement learning", AAMAS workshops
 [PENG]  Peng, Williams 1996, "Incremental multi-step Q-learning", Machine Learning 22
-[SMAC]  Samvelyan, Rashid, Schroeder de Witt, et al. 2019, "The StarCraft multi-agent challenge", arXiv:1902.04043
-[SMAX]  Rutherford, Ellis, Gallici, et al. 2024, "JaxMARL: multi-agent RL environments and algorithms in JAX",
-        NeurIPS, arXiv:2311.10090
-[TRICK] Hu, Jiang, Harding, Wu, Liao 2021, "Rethinking the implementation tricks and monotonicity constraint in
-        cooperative multi-agent reinforcement learning", arXiv:2102.03479
+[SMAC]  Samvelyan et al. 2019, "The StarCraft multi-agent challenge", arXiv:1902.04043
+[SMAX]  Rutherford et al. 2024, "JaxMARL: multi-agent RL environments and algorithms in JAX", arXiv:2311.10090
+[TRICK] Hu et al. 2021, "Rethinking the implementation tricks and monotonicity constraint in cooperative multi-agent
+        reinforcement learning", arXiv:2102.03479
 
     symbol     variable             shape            meaning (B episodes of up to T steps, P in all; n agents)
     o^a        obs                  (T+1, B, n, O)   what an agent observes
@@ -41,38 +38,36 @@ maximum over all joint actions is found agent by agent, and the agents can play 
     \theta^-   target_agent, ...                     older parameters, copied every `target_update_interval` episodes
     \epsilon   epsilon                               probability of a random action, for each agent and step
 
-There are two masks. `avail_actions` (T+1, B, n, A) says which actions an agent can take; a dead one has no choice.
-`mask` (T, B) says where a step was taken. The episodes of a minibatch differ in length: the longest comes first, and
-the others are padded with zeros. T steps have T+1 rows, the last of which is what the last action led to:
+There are two masks. `avail_actions` says which actions an agent can take; a dead one has no choice. `mask` (T, B) says
+where a step was taken: a minibatch is padded with zeros to its longest episode, which comes first. T steps have T+1
+rows, the last of which is what the last action led to:
 
     row          0  1  2  3  4
     episode 0    x  x  x  x  x      x: `filled` (T+1, B), R rows in all. A step led to each of them but the first:
-    episode 1    x  x  x  .  .      mask = filled[1:], here of 4, 2 and 1 steps
-    episode 2    x  x  .  .  .
+    episode 1    x  x  x  .  .      mask = filled[1:], here of 4, 2 and 1 steps. Only these rows are computed:
+    episode 2    x  x  .  .  .      with the padding an update would take longer
 
 Where this differs from the papers or from their program, PyMARL, and why:
-  * Defaults and names are PyMARL's for QMIX on SMAC (but for names that all scripts here share), except: 8 environments
-    instead of one, with one update for each episode as before; epsilon annealed over 100,000 steps as in [TRICK], not
-    50,000; a learning rate that falls to zero over the run, as in ppo_continuous.py; runs of 1M steps, not 2M.
-  * The hypernetworks of the weights have two layers, as PyMARL's now; [QMIX] has one. The loss is the mean over the
-    steps of a minibatch, as PyMARL's; Eq. (6) is the sum. Logged values are the team's; PyMARL divides them by n.
-  * The end of an episode by the time limit is not bootstrapped, as in PyMARL, although the battle could go on. With
-    `--bootstrap-timeouts` it is; the one run that was made so (3m, in benchmark/README.md) learned too.
-  * With `--td-lambda` the targets are [PENG]'s Q(lambda), which does not correct for the random actions in the replay.
+  * Defaults and names are PyMARL's for QMIX on SMAC, or those of all scripts here, except: 8 environments, not one,
+    still with one update for each episode; epsilon annealed over 100,000 steps as in [TRICK], not 50,000; a learning
+    rate that falls to zero; runs of 1M steps, not 2M.
+  * The hypernetworks of the weights have two layers, as PyMARL's now; [QMIX] has one. The loss is the mean over steps,
+    as PyMARL's; Eq. (6) is the sum. Logged values are the team's; PyMARL divides them by n.
+  * A time limit is an end without bootstrapping, as in PyMARL, although the battle could go on. `--bootstrap-timeouts`
+    bootstraps it; the one run that was made so (3m, in benchmark/README.md) learned too.
+  * `--td-lambda` is for [PENG]'s Q(lambda), which does not correct for the random actions in the replay.
   * `--mixer none` is [IQL] with shared parameters ([SHARE]), as all mixers here.
-  * SMAX's reward is multiplied by ten, as in JaxMARL's own QMIX. The maximum is then SMAC's, 20, and nothing else is:
-    SMAX gives half for damage and half for victory, SMAC counts hit points, kills and victory. SMAX's state is scaled
-    to 0..1, as SMAC's is. Its episodes have up to 101 steps: the limit is compared before the step is counted.
+  * SMAX's reward is multiplied by ten, as in JaxMARL's own QMIX. Then its maximum is SMAC's, 20, and nothing else is:
+    half is for damage and half for victory; SMAC counts hit points, kills and victory. SMAX's state is scaled to 0..1,
+    as SMAC's is. Its episodes have up to 101 steps: the limit is compared before the step is counted.
   * Three faults of the package SMAC are mended: after a crash its step() returns `0, True, {}` (the episode is
     dropped); the maximum that it divides rewards by counts units twice that appear late; a reset before the end of the
     first episode launches a second program.
-  * At each checkpoint the environments begin new episodes with a seed made of (seed, global_step), interrupted there or
-    not, and the replay is in the checkpoint. So resuming is exact to the bit, but not with StarCraft II, which
-    keeps running from episode to episode with the seed of its launch.
+  * At each checkpoint, which holds the replay too, the environments begin new episodes, interrupted there or not. So
+    resuming is exact to the bit, but not with StarCraft II, which keeps running with the seed of its launch.
 
 Steps are those of the team. SMAX runs on the CPU, whatever torch's device is. `--env-id smac/3m`, the real SMAC, needs
-StarCraft II: README.md says what to install. It was written against the package's interface and tested with a stand-in,
-never with StarCraft II itself. Scores and speeds: README.md.
+StarCraft II (README.md). It was tested with a stand-in, never with StarCraft II itself. Scores and speeds: README.md.
 
     python qmix_smac.py --env-id 3m                 # writes runs/3m__qmix_smac__1__...
     python qmix_smac.py --resume runs/3m__...       # continues an interrupted run, exactly
@@ -99,7 +94,7 @@ import sys
 import time
 import zipfile
 import zlib
-from collections import deque
+from collections import deque, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -117,6 +112,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 UNAVAILABLE = -9999999.0  # the value of an action that cannot be taken: finite, and below all others
+Shape = namedtuple("Shape", "n_agents n_actions obs_dim state_dim")  # the sizes of a map: n, A, O, S
 
 
 @dataclass
@@ -184,21 +180,12 @@ class Args:
             sys.exit("error: --capture-video is for SMAX, --save-replay is for StarCraft II")
 
 
-class Shape(NamedTuple):
-    """The sizes of a map."""
-
-    n_agents: int
-    n_actions: int
-    obs_dim: int
-    state_dim: int
-
-
 @functools.cache
 def make_smax(map_name: str) -> tuple:
-    """A SMAX map ([SMAX]), its Shape, and the functions of N environments on it, which JAX compiles.
+    """A SMAX map ([SMAX]), its Shape, and two functions of N environments on it, which JAX compiles.
 
-    begin(seeds (N,)) gives simulators and what is observed. step(simulators, actions (N, n)) gives these and rewards,
-    terminations, truncations and victories, all (N,). restart(mask (N,), simulators, observed) resets some.
+    begin(seeds (N,)) gives simulators and what is observed. step(simulators, actions (N, n)) gives both, with new
+    episodes where one ended, what it led to before that, and rewards, terminations, truncations, victories (N,).
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the GPU is torch's
     sys.modules["jaxmarl.environments.mabrax"] = None  # Trap: this part of jaxmarl replaces sys.stdout
@@ -210,31 +197,25 @@ def make_smax(map_name: str) -> tuple:
     if map_name not in MAPS:
         sys.exit(f"error: no SMAX map {map_name!r} (smac/MAP is StarCraft II); there are {', '.join(MAPS)}")
     env = HeuristicEnemySMAX(scenario=MAPS[map_name])
-    n = env.num_agents
+    n, U = env.num_agents, len(env.all_agents)
 
     def observe(key, state, obs) -> tuple:
-        world, U = obs["world_state"], len(env.all_agents)
+        world, by_agent = obs["world_state"], (obs, env.get_avail_actions(state))
+        obs, avail_actions = (jnp.stack([each[agent] for agent in env.agents]) for each in by_agent)
         units = world[: -2 * U].reshape(U, -1)  # health, x, y, cooldown and the type's bits of each unit
         teams, types = world[-2 * U :].reshape(2, U)
         # All is scaled to 0..1, as in SMAC
         cooldowns = env.unit_type_weapon_cooldowns[state.state.unit_types]
         units = units.at[:, 1].divide(env.map_width).at[:, 2].divide(env.map_height).at[:, 3].divide(cooldowns)
-        avail_actions = env.get_avail_actions(state)
-        observation = {
-            "obs": jnp.stack([obs[agent] for agent in env.agents]),
-            "state": jnp.concatenate([units.clip(0, 1).ravel(), teams, types / (env.unit_type_bits - 1)]),
-            "avail_actions": jnp.stack([avail_actions[agent] for agent in env.agents]).astype(bool),
-        }
+        world = jnp.concatenate([units.clip(0, 1).ravel(), teams, types / (env.unit_type_bits - 1)])
         # JAX has "weak" types. Without the cast step() returns others than begin(), and is compiled once more: seconds
-        return jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), (key, state)), observation
+        simulator = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), (key, state))
+        return simulator, (obs, world, avail_actions.astype(bool))
 
     def reset(key) -> tuple:
         key, reset_key = jax.random.split(key)
         obs, state = env.reset(reset_key)
         return observe(key, state, obs)
-
-    def begin(seed) -> tuple:
-        return reset(jax.random.PRNGKey(seed))
 
     def step(simulator, actions) -> tuple:
         key, step_key = jax.random.split(simulator[0])
@@ -242,41 +223,34 @@ def make_smax(map_name: str) -> tuple:
         # Trap: jaxmarl tells neither a time limit from an end nor, if rewards are scaled, a victory: the units do
         allies, enemies = state.state.unit_alive[:n].any(), state.state.unit_alive[n:].any()
         terminated = ~(allies & enemies)
-        ends = terminated, dones["__all__"] & ~terminated, allies & ~enemies
-        return *observe(key, state, obs), 10 * rewards[env.agents[0]], *ends
-
-    def restart(mask, simulator, observation) -> tuple:
-        return jax.tree.map(lambda new, old: jnp.where(mask, new, old), reset(simulator[0]), (simulator, observation))
+        truncated, won = dones["__all__"] & ~terminated, allies & ~enemies
+        after = observe(key, state, obs)
+        now = jax.tree.map(lambda new, old: jnp.where(terminated | truncated, new, old), reset(key), after)
+        return *now, after[1], 10 * rewards[env.agents[0]], terminated, truncated, won
 
     shape = Shape(n, env.num_ally_actions, env.obs_size, env.state_size)
-    return env, shape, *(jax.jit(jax.vmap(function)) for function in (begin, step, restart))
+    return env, shape, *map(jax.jit, map(jax.vmap, (lambda seed: reset(jax.random.PRNGKey(seed)), step)))
 
 
-class Smax:
-    """N environments on a SMAX map, with the methods of gymnasium's vector environments without automatic resets."""
+class Smax(gym.vector.VectorEnv):
+    """N environments on a SMAX map, as gymnasium's vector environments with AutoresetMode.SAME_STEP."""
 
     def __init__(self, map_name: str, num_envs: int) -> None:
         self.num_envs = num_envs
-        self.env, self.shape, self._begin, self._step, self._restart = make_smax(map_name)
+        self.env, self.shape, self._begin, self._step = make_smax(map_name)
 
-    def reset(self, *, seed: list[int] | None = None, options: dict | None = None) -> tuple[dict, dict]:
-        """Begin new episodes: all, with these seeds, or those of the mask (N,) `options["reset_mask"]`."""
-        if seed is not None:
-            self.simulators, self.observation = self._begin(np.array(seed, np.uint32))
-        else:
-            restarted = self._restart(options["reset_mask"], self.simulators, self.observation)
-            self.simulators, self.observation = restarted
-        return {name: np.array(values) for name, values in self.observation.items()}, {}
+    def reset(self, *, seed: list[int], options: dict | None = None) -> tuple[tuple, dict]:
+        """Begin new episodes with these seeds."""
+        self.simulators, observation = self._begin(np.array(seed, np.uint32))
+        return tuple(map(np.array, observation)), {}
 
-    def step(self, actions: np.ndarray) -> tuple[dict, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """Play one step with actions (N, n)."""
-        self.simulators, self.observation, *rest = self._step(self.simulators, actions)
+    def step(self, actions: np.ndarray) -> tuple[tuple, np.ndarray, np.ndarray, np.ndarray, dict]:
+        """Play one step with actions (N, n). Where an episode ended, what it led to is in info["final_obs"]."""
+        self.simulators, observation, after, *rest = self._step(self.simulators, actions)
         rewards, terminations, truncations, won = map(np.array, rest)
-        observation = {name: np.array(values) for name, values in self.observation.items()}
-        return observation, rewards, terminations, truncations, {"won": won}
-
-    def close(self) -> None:
-        pass
+        final_info = {"won": won, "crashed": np.zeros_like(won)}
+        info = {"final_obs": list(zip(*map(np.array, after))), "final_info": final_info}
+        return tuple(map(np.array, observation)), rewards, terminations, truncations, info
 
 
 class Smac(gym.Env):
@@ -294,35 +268,30 @@ class Smac(gym.Env):
         self.shape = tuple(info[name] for name in ("n_agents", "n_actions", "obs_shape", "state_shape"))
         n, A, obs_dim, state_dim = self.shape
         self.action_space = gym.spaces.MultiDiscrete([A] * n)
-        self.observation_space = gym.spaces.Dict(
-            obs=gym.spaces.Box(-np.inf, np.inf, (n, obs_dim)),
-            state=gym.spaces.Box(-np.inf, np.inf, (state_dim,)),
-            avail_actions=gym.spaces.MultiBinary((n, A)),
-        )
+        obs, state = (gym.spaces.Box(-np.inf, np.inf, size) for size in ((n, obs_dim), (state_dim,)))
+        self.observation_space = gym.spaces.Tuple([obs, state, gym.spaces.MultiBinary((n, A))])
 
-    def observe(self) -> dict:
-        env = self.env
-        return {"obs": env.get_obs(), "state": env.get_state(), "avail_actions": env.get_avail_actions()}
+    def observe(self) -> tuple:
+        obs, state = (np.array(rows, np.float32) for rows in (self.env.get_obs(), self.env.get_state()))
+        return obs, state, np.array(self.env.get_avail_actions(), np.int8)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[tuple, dict]:
         """Begin an episode. The first time, launch the program, with this seed; later seeds have no effect."""
-        if self.env is not None:
-            self.env.reset()
-            return self.observe(), {}
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that close() is called
-        for descriptor in (1, 2):  # this is a process of its own (AsyncVectorEnv's), and StarCraft II has a lot to say
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        # Trap: replays are named after the second in which they are written, by all processes at once
-        self.env = self.launch(seed=seed, replay_prefix=f"{self.map_name}_{seed}")
+        if self.env is None:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that close() is called
+            for descriptor in (1, 2):  # this process is AsyncVectorEnv's, and StarCraft II has a lot to say
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            # Trap: replays are named after the second in which they are written, by all processes at once
+            self.env = self.launch(seed=seed, replay_prefix=f"{self.map_name}_{seed}")
         self.env.reset()
         # Trap: the package counts a unit again for each look at the units at which others have not appeared yet
         health = sum(unit.health_max + unit.shield_max for unit in self.env.enemies.values())
         self.env.max_reward = self.env.n_enemies * self.env.reward_death_value + self.env.reward_win + health
         # Trap: before the end of the first episode another reset would launch a second program
-        self.env._episode_count = 1
+        self.env._episode_count = max(1, self.env._episode_count)
         return self.observe(), {}
 
-    def step(self, actions: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
+    def step(self, actions: np.ndarray) -> tuple[tuple, float, bool, bool, dict]:
         """Play one step with actions (n,)."""
         reward, ended, info = self.env.step(actions)
         crashed = "battle_won" not in info  # Trap: after a crash the package launches another and returns 0, True, {}
@@ -365,61 +334,45 @@ class TeamEnvs:
             self.shape = self.envs.shape
         else:
             make = functools.partial(Smac, args.env_id.removeprefix("smac/"), str(run_folder.resolve() / "replays"))
-            manual = gym.vector.AutoresetMode.DISABLED
-            self.envs = gym.vector.AsyncVectorEnv([make] * num_envs, context="spawn", autoreset_mode=manual)
+            same_step = gym.vector.AutoresetMode.SAME_STEP
+            self.envs = gym.vector.AsyncVectorEnv([make] * num_envs, context="spawn", autoreset_mode=same_step)
             self.shape = Shape(*self.envs.call("shape")[0])
 
     def reset(self, *key: int) -> None:
         """Begin new episodes, seeded by the run's seed and `key`; open ones are dropped."""
         seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.num_envs) >> 1  # 31 bits
-        self.observe(self.envs.reset(seed=[int(seed) for seed in seeds])[0])
+        (self.obs, self.state, self.avail_actions), _ = self.envs.reset(seed=[int(seed) for seed in seeds])
         self.last_actions = np.full((self.num_envs, self.shape.n_agents), -1)
         self.steps = [[] for _ in range(self.num_envs)]  # of the open episodes
         self.video = f"{self.name}-{key[0]}.mp4"
         self.frames = [] if self.args.capture_video and self.name != "test" else None  # of the first episode
-
-    def observe(self, observation: dict) -> None:
-        self.obs, self.state, self.avail_actions = (observation[name] for name in ("obs", "state", "avail_actions"))
 
     def step(self, actions: np.ndarray) -> np.ndarray:
         """Play one step with actions (N, n). Returns where an episode ended (N,)."""
         if self.frames is not None:
             self.frames.append(draw(self.envs))
         before = self.obs, self.state, self.avail_actions, actions
-        observation, rewards, terminations, truncations, info = self.envs.step(actions)
-        for i, steps in enumerate(self.steps):
-            steps.append([*(rows[i] for rows in before), rewards[i]])
-        self.observe(observation)
-        self.last_actions = actions.copy()
-        ended, self.finished = terminations | truncations, []
+        (self.obs, self.state, self.avail_actions), rewards, terminations, truncations, info = self.envs.step(actions)
+        for steps, *row in zip(self.steps, *before, rewards):
+            steps.append(row)
+        self.last_actions, self.finished, ended = actions.copy(), [], terminations | truncations
         for i in np.flatnonzero(ended):
-            if "crashed" in info and info["crashed"][i]:
+            if info["final_info"]["crashed"][i]:
                 print("note: StarCraft II crashed; the episode is dropped", file=sys.stderr)
             else:
-                episode = self.episode(i, terminations[i])
-                self.finished.append((i, episode, float(episode.rewards.sum()), bool(info["won"][i])))
-            self.steps[i] = []
+                episode, won = self.episode(i, info["final_obs"][i], terminations[i]), info["final_info"]["won"][i]
+                self.finished.append((i, episode, float(episode.rewards.sum()), bool(won)))
+            self.steps[i], self.last_actions[i] = [], -1
         self.recent_returns.extend(score for _, _, score, _ in self.finished)
-        if ended.any():
-            self.observe(self.envs.reset(options={"reset_mask": ended})[0])
-            self.last_actions[ended] = -1
         if self.frames is not None and ended[0]:
-            self.record()
+            record(self.frames, self.run_folder / "videos" / self.video)
+            self.frames = None
         return ended
 
-    def record(self) -> None:
-        """Write the frames of the first episode as a video in the run folder."""
-        from moviepy import ImageSequenceClip
-
-        (self.run_folder / "videos").mkdir(exist_ok=True)
-        ImageSequenceClip(self.frames, fps=8).write_videofile(self.run_folder / "videos" / self.video, logger=None)
-        self.frames = None
-
-    def episode(self, i: int, terminated: bool) -> Episode:
-        """The episode that the last step ended in environment i: its steps, and the row that the last one led to."""
+    def episode(self, i: int, final_obs: tuple, terminated: bool) -> Episode:
+        """The episode that ended in environment i: its steps, and the row that the last one led to."""
         *before, actions, rewards = zip(*self.steps[i])
-        rows = zip(before, (self.obs[i], self.state[i], self.avail_actions[i]))
-        obs, state, avail_actions = (torch.from_numpy(np.stack([*column, last])) for column, last in rows)
+        obs, state, avail_actions = (torch.from_numpy(np.stack([*x, last])) for x, last in zip(before, final_obs))
         actions = torch.from_numpy(np.stack(actions).astype(np.uint8))
         rewards = torch.tensor(rewards, dtype=torch.float32)[:, None]
         no_bootstrap = torch.zeros_like(rewards)
@@ -458,10 +411,7 @@ class Agent(nn.Module):
         return self.fc2(hidden), hidden
 
     def unroll(self, inputs: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
-        """Q (T+1, B, n, A) of whole episodes, zero in padding; inputs (R, n, ...) are their R rows that are `filled`.
-
-        As `forward` row by row, but the linear layers see all rows at once.
-        """
+        """Q (T+1, B, n, A) of whole episodes, zero in padding; inputs (R, n, ...) are their rows that are `filled`."""
         embedded = torch.relu(self.fc1(inputs))  # (R, n, H), in order of time
         hidden, outputs = self.first_hidden(filled.shape[1]).flatten(0, 1), []
         for x in embedded.split(filled.sum(dim=1).tolist()):  # the rows at one time
@@ -497,18 +447,16 @@ class QMixer(nn.Module):
 
 
 class VDNMixer(nn.Module):
-    """Q_tot is the sum of the agents' values, whatever the state: [VDN] Sec. 3."""
+    """Q_tot (..., 1) is the sum of the agents' values (..., n), whatever the state: [VDN] Sec. 3."""
 
     def forward(self, agent_qs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Q_tot (..., 1) of the agents' values (..., n)."""
         return agent_qs.sum(dim=-1, keepdim=True)
 
 
 class NoMixer(nn.Module):
-    """Independent Q-learning, [IQL], with shared parameters, [SHARE]: each agent's value is learned as the team's."""
+    """Independent Q-learning, [IQL], [SHARE]: each agent's value (..., n) is learned as if it were the team's."""
 
     def forward(self, agent_qs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The values (..., n) as they are."""
         return agent_qs
 
 
@@ -537,19 +485,15 @@ class EpisodeReplay:
         return Episode(*(pad_sequence(columns) for columns in zip(*chosen)))
 
     def state_dict(self) -> dict:
-        """The state. Tensors are compressed, to about a tenth."""
-        columns = self.episodes[0] if self.episodes else ()
-        kinds = [(column.numpy().dtype.name, column.shape[1:]) for column in columns]
-        episodes = [[zlib.compress(column.numpy(), level=1) for column in episode] for episode in self.episodes]
-        return {"added": self.added, "kinds": kinds, "episodes": episodes}
+        """The state. Episodes are compressed, to about a tenth."""
+        torch.save([list(episode) for episode in self.episodes], file := io.BytesIO())
+        compressed = zlib.compress(file.getbuffer(), level=1)
+        return {"added": self.added, "episodes": torch.frombuffer(bytearray(compressed), dtype=torch.uint8)}
 
     def load_state_dict(self, state: dict) -> None:
         """The inverse."""
-        self.added = state["added"]
-        for episode in state["episodes"]:
-            columns = zip((bytearray(zlib.decompress(column)) for column in episode), state["kinds"])
-            columns = (np.frombuffer(data, dtype).reshape(-1, *shape) for data, (dtype, shape) in columns)
-            self.episodes.append(Episode(*map(torch.from_numpy, columns)))
+        self.added, file = state["added"], io.BytesIO(zlib.decompress(state["episodes"].numpy()))
+        self.episodes.extend(Episode(*episode) for episode in torch.load(file, weights_only=True))
 
 
 def td_lambda_targets(rewards, next_values, no_bootstrap, mask, gamma, td_lambda) -> torch.Tensor:
@@ -614,17 +558,16 @@ def play(agent: Agent, envs: TeamEnvs, num_episodes: int) -> tuple[list[float], 
 
     Each environment plays its share. The first `num_episodes` to end would be short ones, too many of them defeats.
     """
-    hidden, returns, won = agent.first_hidden(envs.num_envs), [], []
+    hidden, results = agent.first_hidden(envs.num_envs), []
     share = np.bincount(np.arange(num_episodes) % envs.num_envs, minlength=envs.num_envs)
     while share.any():
         actions, hidden = select_actions(agent, envs, hidden)
         hidden[envs.step(actions)] = 0
         for i, _, score, victory in envs.finished:
             if share[i]:
-                returns.append(score)
-                won.append(float(victory))
+                results.append((score, float(victory)))
                 share[i] -= 1
-    return returns, won
+    return tuple(map(list, zip(*results)))
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
@@ -884,17 +827,23 @@ class Run:
 
 def draw(envs: Smax) -> np.ndarray:
     """A picture (384, 384, 3) of the first environment: allies blue, enemies red, the brighter the healthier."""
-    import jax
-
-    units, env = jax.tree.map(lambda leaf: np.array(leaf[0]), envs.simulators[1].state), envs.env
+    env, units = envs.env, envs.simulators[1].state
     places = (np.arange(384) + 0.5) / 384 * env.map_width
     picture = np.full((384, 384, 3), 24, np.uint8)
-    for i in np.flatnonzero(units.unit_alive):
-        (x, y), kind = units.unit_positions[i], units.unit_types[i]
-        health = units.unit_health[i] / float(env.unit_type_health[kind])
-        disc = np.hypot(places[:, None] - y, places - x) < float(env.unit_type_radiuses[kind])
+    for i in np.flatnonzero(units.unit_alive[0]):
+        (x, y), kind = units.unit_positions[0, i], units.unit_types[0, i]
+        health = float(units.unit_health[0, i] / env.unit_type_health[kind])
+        disc = np.hypot(places[:, None] - float(y), places - float(x)) < float(env.unit_type_radiuses[kind])
         picture[disc] = np.array((80, 140, 255) if i < env.num_allies else (255, 90, 80)) * (0.35 + 0.65 * health)
     return picture[::-1]
+
+
+def record(frames: list[np.ndarray], path: Path) -> None:
+    """Write frames as a video."""
+    from moviepy import ImageSequenceClip
+
+    path.parent.mkdir(exist_ok=True)
+    ImageSequenceClip(frames, fps=8).write_videofile(path, logger=None)
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:

@@ -350,15 +350,13 @@ def attack(avail):
 
 
 def trace(envs, seeds, steps=25):
-    now, _ = envs.reset(seed=seeds)
-    rows = [now]
+    (obs, state, avail_actions), _ = envs.reset(seed=seeds)
+    rows = [np.concatenate([obs.reshape(2, -1), state], axis=1)]
     for _ in range(steps):
-        now, _, terminations, truncations, _ = envs.step(attack(now["avail_actions"]))
-        rows.append(now)
-        if (terminations | truncations).any():
-            now, _ = envs.reset(options={"reset_mask": terminations | truncations})
-            rows.append(now)
-    return np.stack([np.concatenate([row["obs"].reshape(2, -1), row["state"]], axis=1) for row in rows])
+        (obs, state, avail_actions), *_, info = envs.step(attack(avail_actions))
+        rows.append(np.concatenate([obs.reshape(2, -1), state], axis=1))
+        rows.append(np.stack([np.concatenate([final[0].ravel(), final[1]]) for final in info["final_obs"]]))
+    return np.stack(rows)
 
 
 def test_environments_depend_on_their_own_seed_alone(smax):
@@ -368,63 +366,64 @@ def test_environments_depend_on_their_own_seed_alone(smax):
     assert (first == again).all()
     assert (first[0] == swapped[0, ::-1]).all() and (first[20] == swapped[20, ::-1]).all()
     assert (first[0] != other[0]).any() and (first[0, 0] != first[0, 1]).any()
-    assert smax._step._cache_size() == compiled  # once for the states of begin(), step() and restart()
+    assert smax._step._cache_size() == compiled  # once for the states of begin() and of step()
 
 
-def test_a_reset_of_some_leaves_the_others_as_they_are(smax):
-    before, _ = smax.reset(seed=[1, 2])
-    for _ in range(3):
-        before, *_ = smax.step(attack(before["avail_actions"]))
-    after, _ = smax.reset(options={"reset_mask": np.array([False, True])})
-    for name, values in before.items():
-        assert (after[name][0] == values[0]).all()
-    assert (after["obs"][1] != before["obs"][1]).any()
-    mine, *_ = smax.step(attack(after["avail_actions"]))
-    smax.reset(seed=[1, 2])
-    for _ in range(4):
-        theirs, *_ = smax.step(attack(before["avail_actions"]))
-    assert (mine["state"][1] != theirs["state"][1]).any()
+def test_where_an_episode_ends_the_next_one_begins_and_the_others_go_on(smax):
+    now, _ = smax.reset(seed=[1, 2])
+    ends = 0
+    for _ in range(60):
+        before = [np.array(smax.simulators[1].state.step), *now]
+        now, _, terminations, truncations, info = smax.step(attack(now[2]))
+        steps = np.array(smax.simulators[1].state.step)
+        for i, (ended, final) in enumerate(zip(terminations | truncations, info["final_obs"], strict=True)):
+            health = now[1][i, :60].reshape(6, 10)[:, 0]
+            last = final[1][:60].reshape(6, 10)[:, 0]
+            assert (before[1][i] != final[0]).any() and (before[2][i] != final[1]).any()
+            if ended:
+                assert steps[i] == 0 and (health == 1).all() and (last[:3] == 0).all() | (last[3:] == 0).all()
+            else:
+                assert steps[i] == before[0][i] + 1
+                assert all((mine[i] == theirs).all() for mine, theirs in zip(now, final, strict=True))
+            ends += ended
+    assert ends > 1
 
 
 def test_observations_and_state(smax):
-    now, _ = smax.reset(seed=[1, 2])
+    (obs, state, avail_actions), _ = smax.reset(seed=[1, 2])
     assert smax.shape == (3, 8, 75, 72)
-    assert [now[name].shape for name in ("obs", "state", "avail_actions")] == [(2, 3, 75), (2, 72), (2, 3, 8)]
+    assert [rows.shape for rows in (obs, state, avail_actions)] == [(2, 3, 75), (2, 72), (2, 3, 8)]
     for _ in range(30):
-        now, _, terminations, truncations, _ = smax.step(attack(now["avail_actions"]))
+        (obs, state, avail_actions), *_ = smax.step(attack(avail_actions))
         units = smax.simulators[1].state
-        assert np.abs(now["obs"]).max() <= 1 and now["state"].min() >= 0 and now["state"].max() <= 1
-        features, alive = now["state"][:, :60].reshape(2, 6, 10), np.array(units.unit_alive)
+        assert np.abs(obs).max() <= 1 and state.min() >= 0 and state.max() <= 1
+        features, alive = state[:, :60].reshape(2, 6, 10), np.array(units.unit_alive)
         assert np.allclose(features[..., 0], np.array(units.unit_health) / 45, atol=1e-6)
         assert np.allclose(features[..., 1:3], np.array(units.unit_positions) / 32 * alive[..., None], atol=1e-6)
         assert np.allclose(features[..., 3], np.array(units.unit_weapon_cooldowns).clip(0, 0.61) / 0.61 * alive)
-        own = now["obs"][..., -10:]
+        own = obs[..., -10:]
         assert np.allclose(own, features[:, :3], atol=1e-6)  # what an agent knows of itself, it and the state say alike
-        assert (now["state"][:, 60:66] == [0, 0, 0, 1, 1, 1]).all()  # teams
-        assert (now["avail_actions"][~alive[:, :3]] == np.eye(8)[4]).all()  # the dead can do nothing but stop
-        if (terminations | truncations).any():
-            now, _ = smax.reset(options={"reset_mask": terminations | truncations})
+        assert (state[:, 60:66] == [0, 0, 0, 1, 1, 1]).all()  # teams
+        assert (avail_actions[~alive[:, :3]] == np.eye(8)[4]).all()  # the dead can do nothing but stop
 
 
 def test_victories_are_read_from_the_units_and_returns_have_smacs_maximum(smax):
-    now, _ = smax.reset(seed=[3, 4])
+    (_, _, avail), _ = smax.reset(seed=[3, 4])
     rng, returns, ends = np.random.default_rng(0), np.zeros(2), []
     for _ in range(400):
-        avail = now["avail_actions"]
         noise = (rng.random(avail.shape) * avail).argmax(axis=-1)
         actions = np.where(rng.random((2, 3)) < 0.1, noise, attack(avail))
-        now, rewards, terminations, truncations, info = smax.step(actions)
+        (_, _, avail), rewards, terminations, truncations, info = smax.step(actions)
         returns += rewards
-        health = now["state"][:, :60].reshape(2, 6, 10)[..., 0]
+        won = info["final_info"]["won"]
+        health = np.stack([final[1][:60].reshape(6, 10)[:, 0] for final in info["final_obs"]])
         allies, enemies = (health[:, :3] > 0).any(axis=1), (health[:, 3:] > 0).any(axis=1)
         assert (terminations == ~(allies & enemies)).all() and not truncations.any()
-        assert (info["won"] == (allies & ~enemies)).all() and (info["won"] == (rewards >= 10)).all()
+        assert (won == (allies & ~enemies)).all() and (won == (rewards >= 10)).all()
         for i in np.flatnonzero(terminations):
-            ends.append(info["won"][i])
-            assert returns[i] == pytest.approx(20, abs=1e-3) if info["won"][i] else returns[i] < 10.001
+            ends.append(won[i])
+            assert returns[i] == pytest.approx(20, abs=1e-3) if won[i] else returns[i] < 10.001
             returns[i] = 0
-        if terminations.any():
-            now, _ = smax.reset(options={"reset_mask": terminations})
     assert 0 < sum(ends) < len(ends)
 
 
@@ -437,8 +436,7 @@ def test_the_time_limit_is_no_end_of_the_battle(smax):
     smax.simulators = (keys, state.replace(state=late))
     stay = np.full((2, 3), 4)
     _, _, terminations, truncations, info = smax.step(stay)  # the hundredth of one, the hundred-and-first of the other
-    assert truncations.tolist() == [False, True] and not terminations.any() and not info["won"].any()
-    smax.reset(options={"reset_mask": truncations})
+    assert truncations.tolist() == [False, True] and not terminations.any() and not info["final_info"]["won"].any()
     assert np.array(smax.simulators[1].state.step).tolist() == [100, 0]
     _, _, terminations, truncations, _ = smax.step(stay)
     assert truncations.tolist() == [True, False] and not terminations.any()
@@ -450,21 +448,21 @@ def test_random_play_of_several_kinds_of_units(name):
     import jax
 
     envs, rng = q.Smax(name, 2), np.random.default_rng(1)
-    now, _ = envs.reset(seed=[1, 2])
+    (obs, state, avail), _ = envs.reset(seed=[1, 2])
     n = envs.shape.n_agents
     kinds, ends = set(), 0
     for _ in range(60):
-        avail, state = now["avail_actions"], envs.simulators[1]
-        theirs = jax.vmap(envs.env.get_avail_actions)(state)
+        units = envs.simulators[1]
+        theirs = jax.vmap(envs.env.get_avail_actions)(units)
         assert (avail == np.stack([theirs[agent] for agent in envs.env.agents], axis=1)).all()
-        dead = ~np.array(state.state.unit_alive)[:, :n]
+        dead = ~np.array(units.state.unit_alive)[:, :n]
         assert avail.any(-1).all() and (avail[dead].sum(-1) == 1).all() and (avail[~dead].sum(-1) > 1).all()
-        for values in (now["obs"], now["state"]):
+        for values in (obs, state):
             assert values.min() >= -1 and values.max() <= 1
-        kinds |= set(np.array(state.state.unit_types).ravel().tolist())
-        now, _, terminations, truncations, _ = envs.step((rng.random(avail.shape) * avail).argmax(axis=-1))
-        if (ended := terminations | truncations).any():
-            now, ends = envs.reset(options={"reset_mask": ended})[0], ends + ended.sum()
+        kinds |= set(np.array(units.state.unit_types).ravel().tolist())
+        actions = (rng.random(avail.shape) * avail).argmax(axis=-1)
+        (obs, state, avail), _, terminations, truncations, _ = envs.step(actions)
+        ends += (terminations | truncations).sum()
     assert len(kinds) > 1 and ends > 0
 
 
@@ -500,17 +498,12 @@ class Counting:
             state[i] = [self.episode[i] / 1000, self.t[i] / 10, i / 10]
             obs[i] = [[*state[i], agent] for agent in (0, 1)]
             avail[i, :, [(self.t[i] + i) % 4, (self.t[i] + i + 1) % 4]] = True
-        return {"obs": obs, "state": state, "avail_actions": avail}
+        return obs, state, avail
 
-    def reset(self, *, seed=None, options=None):
-        if seed is not None:
-            self.seeds.append(seed)
-            self.first = sum(seed) % 900
-            self.episode, self.t = np.full(self.num_envs, self.first), np.zeros(self.num_envs, int)
-        else:
-            mask = options["reset_mask"]
-            assert (mask == self.ended).all()
-            self.episode, self.t = self.episode + mask, np.where(mask, 0, self.t)
+    def reset(self, *, seed):
+        self.seeds.append(seed)
+        self.first = sum(seed) % 900
+        self.episode, self.t = np.full(self.num_envs, self.first), np.zeros(self.num_envs, int)
         return self.now(), {}
 
     def step(self, actions):
@@ -520,8 +513,10 @@ class Counting:
         self.ended = self.t == 3 + (self.episode + 2 * np.arange(self.num_envs)) % 7
         cut = self.ended & (self.episode % 3 == 0)
         crashed = self.ended & (self.episode % 4 == 0) & (np.arange(self.num_envs) == 1)
-        info = {"won": self.ended & (self.episode % 5 == 0), "crashed": crashed}
-        return self.now(), self.t / 10, self.ended & ~cut, cut, info
+        final_info = {"won": self.ended & (self.episode % 5 == 0), "crashed": crashed}
+        info, rewards = {"final_obs": list(zip(*self.now())), "final_info": final_info}, self.t / 10
+        self.episode, self.t = self.episode + self.ended, np.where(self.ended, 0, self.t)
+        return self.now(), rewards, self.ended & ~cut, cut, info
 
     def close(self):
         pass
@@ -550,7 +545,8 @@ def test_episodes_hold_what_happened(counting, tmp_path, capsys, bootstrap_timeo
             envs.reset(k)  # drops open ones
             taken = [[], [], []]
         (source,) = counting
-        assert (envs.obs == source.now()["obs"]).all() and (envs.avail_actions == source.now()["avail_actions"]).all()
+        for mine, theirs in zip((envs.obs, envs.state, envs.avail_actions), source.now(), strict=True):
+            assert (mine == theirs).all()
         assert (envs.last_actions == [rows[-1] if rows else [-1, -1] for rows in taken]).all()
         actions = (rng.random((3, 2, 4)) * envs.avail_actions).argmax(axis=-1)
         for rows, action in zip(taken, actions):
@@ -770,10 +766,10 @@ def test_a_resumed_run_is_the_one_that_went_on(tmp_path, monkeypatch, counting, 
 def no_unlink(save_checkpoint):
     """Run.save_checkpoint that keeps all checkpoints."""
 
-    def save(self, global_step, parts):
+    def save(self, global_step):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Path, "unlink", lambda path: None)
-            save_checkpoint(self, global_step, parts)
+            save_checkpoint(self, global_step)
 
     return save
 
@@ -846,9 +842,9 @@ def test_a_run_says_and_writes_what_it_should(reference):
     assert f"{won[-1][1]:.1%} of the battles" in lines[1]
     state = load(checkpoints(run_folder)[-1])
     lengths = [value for _, value in points["charts/episodic_length"]]
-    assert state["replay"]["added"] == len(lengths) and len(state["replay"]["episodes"]) == min(24, len(lengths))
-    replay = EpisodeReplay(24)
+    replay = EpisodeReplay(100)
     replay.load_state_dict(state["replay"])
+    assert replay.added == len(lengths) and len(replay.episodes) == min(24, len(lengths))
     assert [len(episode.rewards) for episode in replay.episodes] == lengths[-24:] and 900 < sum(lengths) <= 1200
     returns = [value for _, value in points["charts/episodic_return"]]
     assert [float(episode.rewards.sum()) for episode in replay.episodes] == pytest.approx(returns[-24:], abs=1e-5)
@@ -1031,6 +1027,7 @@ def test_games_of_smac_go_on_from_episode_to_episode(stand_in, tmp_path, capfd):
     assert (i, won, ended.tolist()) == (0, True, [True, False])
     assert episode.rewards.flatten().tolist() == [0, 0, 20] and episode.state[:, 0].tolist() == [0, 1, 2, 3]
     assert episode.avail_actions.dtype == torch.bool and episode.avail_actions.shape == (4, 1, 4)
+    assert episode.obs.dtype == episode.state.dtype == torch.float32
     assert envs.state[0, 0] == 0 and envs.last_actions.tolist() == [[-1], [0]]
     assert envs.step(np.array([[2], [0]])).tolist() == [True, False] and not envs.finished  # a crash
     assert "crashed" in capfd.readouterr().err
