@@ -13,7 +13,8 @@ returned more than the value function expected more likely, fits the value funct
 
 [A3C]   Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", ICML, arXiv:1602.01783
 [DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
-[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", arXiv:1506.02438
+[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation",
+        arXiv:1506.02438
 [TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
 [ALE]   Machado et al. 2018, "Revisiting the arcade learning environment", JAIR 61, arXiv:1709.06009
 [PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347

@@ -16,7 +16,8 @@ once and without a lock ("Hogwild"), whatever the others are doing, takes a new 
 [HOG]   Recht et al. 2011, "Hogwild: a lock-free approach to parallelizing stochastic gradient descent", arXiv:1106.5730
 [ADAM]  Kingma, Ba 2015, "Adam: a method for stochastic optimization", ICLR, arXiv:1412.6980
 [DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
-[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", arXiv:1506.02438
+[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation",
+        arXiv:1506.02438
 [TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
 [ALE]   Machado et al. 2018, "Revisiting the arcade learning environment", JAIR 61, arXiv:1709.06009
 [PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347

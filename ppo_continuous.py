@@ -13,7 +13,8 @@ clipped: once an action's probability has changed by more, the objective gives n
 incentive to leave the old policy; it bounds nothing. The same minibatches fit the value function.
 
 [PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
-[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", arXiv:1506.02438
+[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation",
+        arXiv:1506.02438
 [TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
 [ADAM]  Kingma, Ba 2015, "Adam: a method for stochastic optimization", ICLR, arXiv:1412.6980
 [37]    Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
