@@ -14,14 +14,11 @@ next, as an older copy of the network sees it.
 
 [DQN]   Mnih, Kavukcuoglu, Silver, et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
 [DDQN]  van Hasselt, Guez, Silver 2016, "Deep reinforcement learning with double Q-learning", AAAI, arXiv:1509.06461
-[DUEL]  Wang, Schaul, Hessel, van Hasselt, Lanctot, de Freitas 2016, "Dueling network architectures for deep
-        reinforcement learning", ICML, arXiv:1511.06581
+[DUEL]  Wang et al. 2016, "Dueling network architectures for deep reinforcement learning", ICML, arXiv:1511.06581
 [PER]   Schaul, Quan, Antonoglou, Silver 2016, "Prioritized experience replay", ICLR, arXiv:1511.05952
-[RBW]   Hessel, Modayil, van Hasselt, et al. 2018, "Rainbow: combining improvements in deep reinforcement learning",
-        AAAI, arXiv:1710.02298
+[RBW]   Hessel et al. 2018, "Rainbow: combining improvements in deep reinforcement learning", AAAI, arXiv:1710.02298
 [TIME]  Pardo, Tavakoli, Levdik, Kormushev 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
-[ALE]   Machado, Bellemare, Talvitie, Veness, Hausknecht, Bowling 2018, "Revisiting the arcade learning environment",
-        JAIR 61, arXiv:1709.06009
+[ALE]   Machado et al. 2018, "Revisiting the arcade learning environment", JAIR 61, arXiv:1709.06009
 
     symbol          variable           shape            meaning (N num_envs, n n_step, B batch_size)
     s_t             obs                (N, 4, 84, 84)   the last four frames, uint8, one per agent step
@@ -43,19 +40,17 @@ next, as an older copy of the network sees it.
 
 Where this differs from the papers or from common practice, and why:
   * The defaults are those of labml's annotated DQN, but for its replay of 2^14 transitions (`--buffer-size 16384`) and
-    its 32 million steps. Unlike there, rewards are clipped and draws are stratified, as in [DQN] and [PER]. [PER]
-    divides [DQN]'s learning rate by four, to 6.25e-5, both of RMSprop, whose steps do not compare with Adam's; [DUEL]
-    clips gradients to norm 10 and scales those that enter the last convolution by 1/sqrt(2). Labml has Adam with 1e-4,
-    norm 0.5, and after the convolutions one layer of 512 before the two streams of 256; [DUEL]'s streams of 512 begin
-    at the convolutions.
+    its 32 million steps. Unlike there, rewards are clipped and draws are stratified, as in [DQN] and [PER]. As there, a
+    layer of 512 stands before streams of 256; [DUEL]'s streams of 512 begin at the convolutions. [DUEL] clips gradients
+    to norm 10, not 0.5, and scales those that enter the last convolution by 1/sqrt(2). [PER]'s learning rate, a quarter
+    of [DQN]'s, is of RMSprop, whose steps do not compare with Adam's.
   * The target network is copied every 250 iterations. These are 2,000 gradient steps and 8,000 agent steps, a fifth of
-    [DQN]'s 10,000 gradient steps and 40,000 agent steps.
+    [DQN]'s 10,000 and 40,000.
   * Epsilon and beta depend on the fraction of the run that is over. To extend a run moves both back.
   * Priorities are of the TD error as it is; [PER] clips it to [-1, 1], as the Huber loss here clips its gradient. The
     highest priority ever, with which new transitions begin, never falls. Weights are divided by the minibatch's largest
     one; the largest of the whole memory would need a second tree.
-  * Each frame is stored once (7 GB for a million, against 56 GB of stored pairs), and stacks are put together when they
-    are drawn.
+  * Each frame is stored once: 7 GB for a million, against 56 GB of stored pairs.
   * A time limit is not a failure, nor is the end of an episode at a checkpoint. [TIME] bootstraps there; here the n
     transitions before it are never drawn, because the replay does not hold the observation that the episode ends with.
     (At its time limit ale-py 0.12.1 gives one whose newest frame is stale.)
@@ -68,9 +63,9 @@ Where this differs from the papers or from common practice, and why:
   * At each checkpoint all environments begin new episodes with a seed made of (seed, global_step), interrupted there or
     not: the vectorised emulator cannot save its state. So resuming is exact to the bit.
 
-While a run goes on, a file live.json in its folder changes the learning rate: {"learning_rate": 5e-5}. It is taken over
-at a checkpoint, made for it, and deleted. Steps are agent steps, four frames each. Two torch threads pay on a quiet
-machine (the convolutions are large enough) and lose on a busy one. Scores and speeds: README.md.
+A file live.json in the folder of a run changes its learning rate: {"learning_rate": 5e-5}. It is taken over at a
+checkpoint, made for it, and deleted. Two torch threads pay on a quiet machine (the convolutions are large enough) and
+lose on a busy one. Scores and speeds: README.md.
 
     python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4            # writes runs/BreakoutNoFrameskip-v4__dqn_...
     python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...   # continues an interrupted run, exactly
@@ -343,11 +338,8 @@ class SumTree:
     def set(self, leaves: np.ndarray, values: np.ndarray | float) -> None:
         """Write values (K,) to leaves (K,); of a leaf named twice the last one stays.
 
-        Sums are computed from both children again: nothing drifts. Raises FloatingPointError where a value is negative
-        or not finite: a single NaN would go up to the root, and every draw would be row 0.
+        Sums are computed from both children again: nothing drifts.
         """
-        if not np.all((values >= 0) & (values < np.inf)):
-            raise FloatingPointError("a priority is negative or not finite")
         nodes = self.first_leaf + leaves
         self.nodes[nodes] = values
         for _ in range(self.depth):
@@ -370,16 +362,16 @@ class SumTree:
 def importance_weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
     r"""w_i (B,) of probabilities (B,): w_i = (N P(i))^{-\beta} / \max_j w_j, [PER] Alg. 1, line 10.
 
-    The maximum is the minibatch's, the weight of its least probable row. N, in [PER] the number of transitions in the
-    memory, cancels out, as does any other factor.
+    The maximum is the minibatch's. N, in [PER] the number of stored transitions, cancels out, as any other factor.
     """
     return (probabilities / probabilities.min()) ** -beta
 
 
 class Replay:
-    """Prioritised replay of single frames, from which stacks and n-step returns are put together when they are drawn.
+    r"""Prioritised replay of single frames, from which stacks are put together when they are drawn.
 
-    A row is one step of one environment: the newest frame of s_t, a_t, r_t, and how the step ended. The N rows of a
+    A row is one step of one environment: the newest frame of s_t, the length of the episode before it, a_t, and
+    R^(n) = \sum_{k<n} \gamma^k r_{t+k}, no further than a termination, [RBW] "Multi-step learning". The N rows of a
     step are neighbours, so an environment's next step is N rows on. When the memory is full, new rows overwrite the
     oldest. Only rows with a priority above zero can be drawn. One environment's rows, with n = 2, where episode f has
     ended and episode g goes on:
@@ -396,7 +388,7 @@ class Replay:
     Stacks are blank before an episode's first frame: that of g1 is (blank, blank, g0, g1).
     """
 
-    columns = ("ages", "actions", "rewards", "terminations", "truncations")
+    columns = ("lengths", "actions", "returns", "alive")
 
     def __init__(self, args: Args) -> None:
         self.N, self.n, self.gamma = args.num_envs, args.n_step, args.gamma
@@ -404,56 +396,42 @@ class Replay:
         self.size = size = args.buffer_size // self.N * self.N
         # The last one stays blank. Trap: torch.zeros would take the memory at once, and not as it fills
         self.frames = np.zeros((size + 1, 84, 84), np.uint8)
-        self.ages = np.zeros(size, np.uint8)  # earlier steps of the same episode, at most 3
-        self.actions, self.rewards = np.zeros(size, int), np.zeros(size, np.float32)
-        self.terminations, self.truncations = np.zeros(size, bool), np.zeros(size, bool)
+        self.lengths, self.actions, self.returns = np.zeros(size, int), np.zeros(size, int), np.zeros(size)
+        self.alive = np.zeros(size, bool)  # whether no termination ended R^(n), so that a bootstrap follows
+        # What stored rows depend on: with n = 1 not gamma
+        self.layout = (size, self.N, self.n, self.gamma ** (self.n - 1), self.alpha)
         self.tree = SumTree(size)
         self.max_priority = 1.0
-        self.head = self.filled = 0  # the row that is written next, and how many hold a step
+        self.count = 0  # steps that were stored, also those that have been overwritten
 
     def later(self, rows: np.ndarray, steps: int | np.ndarray) -> np.ndarray:
         """The rows of the same environments so many steps later, or earlier where `steps` is negative."""
         return (rows + steps * self.N) % self.size
 
-    def add(self, frames, ages, actions, rewards, terminations, truncations) -> None:
-        """Write a step of all environments: the newest frames of s_t (N, 84, 84), and the columns (N,).
+    def add(self, frames, lengths, actions, rewards, terminations) -> None:
+        """Write a step of all environments: the newest frames of s_t (N, 84, 84), and the rest (N,).
 
         From now on those rows can be drawn whose s_{t+n} this is, at first with the highest priority that there has
         been: [PER] Alg. 1, line 6.
         """
-        new = self.head + np.arange(self.N)
-        self.frames[new], self.ages[new], self.actions[new], self.rewards[new] = frames, ages, actions, rewards
-        self.terminations[new], self.truncations[new] = terminations, truncations
-        self.head = (self.head + self.N) % self.size
-        self.filled = min(self.filled + self.N, self.size)
+        new = (self.count + np.arange(self.N)) % self.size
+        self.count += self.N
+        self.frames[new], self.lengths[new], self.actions[new] = frames, lengths, actions
+        self.returns[new], self.alive[new] = 0.0, True
+        for k in range(self.n):  # this reward is part of R^(n) of the step k steps ago
+            rows = self.later(new, -k)
+            self.returns[rows] += self.gamma**k * self.alive[rows] * rewards
+            self.alive[rows] &= ~(terminations & (lengths >= k))  # if that step was in the same episode
         self.tree.set(self.later(new, 3), 0.0)  # (1) in the picture; those before them became zero in earlier steps
-        if self.filled > self.n * self.N:
-            ready = self.later(new, -self.n)  # this step is their s_{t+n}
-            _, _, truncated = self.n_step_returns(ready)
-            self.tree.set(ready, np.where(truncated, 0.0, self.max_priority**self.alpha))
-
-    def truncate(self) -> None:
-        """End all episodes after the newest step, as a time limit would."""
-        self.truncations[self.later(self.head + np.arange(self.N), -1)] = True
-
-    def n_step_returns(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        r"""R^(n) = \sum_{k<n} \gamma^k r_{t+k}, no further than a termination, [RBW] "Multi-step learning". All (K,).
-
-        Returns R^(n); where no termination came, so that a bootstrap follows; and where a truncation came first: there
-        the other two mean nothing, for they run on into the next episode.
-        """
-        returns, alive, truncated = np.zeros(len(rows)), np.ones(len(rows), bool), np.zeros(len(rows), bool)
-        for k in range(self.n):
-            row = self.later(rows, k)
-            returns += self.gamma**k * alive * self.rewards[row]
-            alive &= ~self.terminations[row]
-            truncated |= alive & self.truncations[row]
-        return returns, alive, truncated
+        if self.count > self.n * self.N:
+            rows = self.later(new, -self.n)  # this step is their s_{t+n}, if they were in the same episode
+            cut_off = self.alive[rows] & (lengths < self.n)
+            self.tree.set(rows, np.where(cut_off, 0.0, self.max_priority**self.alpha))
 
     def stacks(self, rows: np.ndarray) -> np.ndarray:
         """The four frames (B, 4, 84, 84) that the agent saw at rows (B,)."""
         back = np.arange(3, -1, -1)
-        frames = np.where(back > self.ages[rows, None], self.size, self.later(rows[:, None], -back))  # (B, 4)
+        frames = np.where(back > self.lengths[rows, None], self.size, self.later(rows[:, None], -back))  # (B, 4)
         return self.frames[frames]
 
     def sample(self, batch_size: int, beta: float, rng: np.random.Generator) -> tuple[np.ndarray, tuple]:
@@ -467,32 +445,41 @@ class Replay:
             raise ValueError("nothing can be drawn yet")
         rows = self.tree.find((np.arange(batch_size) + rng.random(batch_size)) / batch_size * total)
         obs, next_obs = self.stacks(rows), self.stacks(self.later(rows, self.n))
-        returns, alive, _ = self.n_step_returns(rows)
         weights = importance_weights(self.tree.leaves[rows] / total, beta)
-        returns, discounts, weights = np.float32([returns, self.gamma**self.n * alive, weights])
+        returns, discounts, weights = np.float32([self.returns[rows], self.gamma**self.n * self.alive[rows], weights])
         return rows, (obs, self.actions[rows], returns, discounts, next_obs, weights)
 
     def update(self, rows: np.ndarray, td_errors: np.ndarray) -> None:
-        """Priorities p_i = |delta_i| + 1e-6 of rows (B,) from TD errors (B,): [PER] Alg. 1, line 12."""
+        """Priorities p_i = |delta_i| + 1e-6 of rows (B,) from TD errors (B,): [PER] Alg. 1, line 12.
+
+        Trap: a TD error that is not finite would go up to the root, and every draw would be row 0. `train` ends before.
+        """
         priorities = np.abs(td_errors.astype(float)) + 1e-6
         self.tree.set(rows, priorities**self.alpha)
         self.max_priority = max(self.max_priority, float(priorities.max()))
 
+    def pieces(self) -> list[np.ndarray]:
+        """The frames that have been written, in pieces that are compressed each by itself."""
+        return np.split(self.frames[:-1][: self.count], range(PIECE, min(self.count, self.size), PIECE))
+
     def state_dict(self) -> dict:
-        """The state between episodes."""
-        state = {name: torch.tensor(getattr(self, name)) for name in self.columns}
-        state |= {"frames": compress(self.frames[: self.filled], self.N), "leaves": torch.tensor(self.tree.leaves)}
-        state |= {"head": self.head, "filled": self.filled, "max_priority": self.max_priority}
-        return state | {"layout": (self.size, self.N, self.n, self.alpha)}
+        """The state between episodes. The frames are compressed: a million, 7 GB, become less than one."""
+        state = {name: getattr(self, name) for name in ("count", "max_priority", "layout")}
+        state |= {name: torch.tensor(getattr(self, name)) for name in self.columns}
+        with ThreadPoolExecutor(8) as pool:  # a line of the screen in all frames, then the next one
+            packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), level=1), self.pieces())
+            frames = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
+        return state | {"leaves": torch.tensor(self.tree.leaves), "frames": frames}
 
     def load_state_dict(self, state: dict) -> None:
-        if tuple(state["layout"]) != (self.size, self.N, self.n, self.alpha):
-            raise ValueError("a replay of another --buffer-size, --num-envs, --n-step or --per-alpha")
-        self.head, self.filled, self.max_priority = state["head"], state["filled"], state["max_priority"]
-        self.tree.set(np.arange(self.size), state["leaves"].numpy())
-        decompress(state["frames"], self.frames[: self.filled], self.N)
+        if tuple(state["layout"]) != self.layout:
+            raise ValueError("a replay of another --buffer-size, --num-envs, --n-step, --gamma or --per-alpha")
+        self.count, self.max_priority = state["count"], state["max_priority"]
         for name in self.columns:
             getattr(self, name)[:] = state[name].numpy()
+        self.tree.set(np.arange(self.size), state["leaves"].numpy())
+        for data, piece in zip(state["frames"], self.pieces()):
+            piece[:] = np.frombuffer(zlib.decompress(data.numpy()), np.uint8).reshape(84, -1, 84).swapaxes(0, 1)
 
 
 def td_loss(q_network, target_network, obs, actions, returns, discounts, next_obs, weights, double) -> tuple:
@@ -536,10 +523,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     target_network.load_state_dict(q_network.state_dict())
     optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)
     replay = Replay(args)
-    note_memory(replay)
-    loss_function = td_loss
-    if args.compile:
-        loss_function = torch.compile(td_loss, mode="reduce-overhead" if device.type == "cuda" else None)
+    note_memory(replay.frames.nbytes)
+    mode = "reduce-overhead" if device.type == "cuda" else None
+    loss_function = torch.compile(td_loss, mode=mode) if args.compile else td_loss
 
     # All that the rest of a run depends on
     parts = {"agent": q_network, "target_network": target_network, "optimizer": optimizer, "rng": rng}
@@ -553,10 +539,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
     while global_step < last_step:
         iteration = global_step // steps
-        live_rate = live_learning_rate(args, run_folder) if iteration % args.log_interval == 0 else None
+        live_rate = live_learning_rate(run_folder) if iteration % args.log_interval == 0 else None
         if obs is None or live_rate or global_step % args.checkpoint_interval < steps:
             args.learning_rate = live_rate or args.learning_rate
-            replay.truncate()
             run.save_checkpoint(global_step)
             obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
             if live_rate:  # it is in the checkpoint now
@@ -568,18 +553,18 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
         # Play num_steps steps in each environment: [DQN] Alg. 1, from "select a random action" to "store transition"
         for _ in range(args.num_steps):
-            frames, ages = obs[:, -1], np.minimum(envs.lengths, 3)
+            lengths = envs.lengths.copy()
             actions = epsilon_greedy(q_network, obs, epsilon, rng)
             if envs.fire.any():  # the replay holds what is played
                 actions[envs.fire] = envs.fire_action
-            obs, _, rewards, terminations, truncations = envs.step(actions)
-            replay.add(frames, ages, actions, rewards, terminations, truncations)
-            global_step += args.num_envs
+            next_obs, _, rewards, terminations, _ = envs.step(actions)
+            replay.add(obs[:, -1], lengths, actions, rewards, terminations)
+            obs, global_step = next_obs, global_step + args.num_envs
             for _, score, length in envs.finished:
                 run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
 
         # Learn from minibatches: [PER] Alg. 1, lines 8 to 15
-        learning = replay.filled >= args.learning_starts
+        learning = replay.count >= args.learning_starts
         for _ in range(args.updates if learning else 0):
             rows, batch = replay.sample(args.batch_size, beta, rng)
             batch = (torch.from_numpy(column).to(device) for column in batch)
@@ -611,6 +596,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
 SCRIPT = "dqn_per_atari"
 PACKAGES = ("torch", "gymnasium", "ale-py", "numpy")  # whose versions go into result.json
+PIECE = 4096  # frames of the replay that are compressed together
 
 
 @torch.no_grad()
@@ -621,7 +607,6 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     `args.eval_epsilon`. The episodes depend on the seed and on the model's step; none of them is one of training's.
     """
     device = choose_device(args)
-    speed_up_cpu()
     envs = AtariEnvs(args, args.eval_episodes, run_folder, name="evaluation")
     q_network = QNetwork(envs.num_actions, args.dueling, args.bf16).to(device)
     restore({"agent": q_network}, model)
@@ -638,41 +623,16 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     return {"episodic_return": returns}
 
 
-PIECE = 512  # steps whose frames are compressed together
-
-
-def compress(frames: np.ndarray, num_envs: int) -> list[torch.Tensor]:
-    """Compress a replay's frames in pieces. A million of them, 7 GB, become less than one."""
-    steps = frames.reshape(-1, num_envs, 84, 84)
-    pieces = np.split(steps, range(PIECE, len(steps), PIECE))
-    with ThreadPoolExecutor(8) as pool:  # a line of the screen through all steps, then the next one
-        packed = pool.map(lambda piece: zlib.compress(piece.transpose(1, 2, 0, 3).copy(), level=1), pieces)
-        return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
-
-
-def decompress(pieces: list[torch.Tensor], frames: np.ndarray, num_envs: int) -> None:
-    """The inverse, into `frames`."""
-    frames = frames.reshape(-1, num_envs, 84, 84)
-    for data, piece in zip(pieces, np.split(frames, range(PIECE, len(frames), PIECE))):
-        lines = np.frombuffer(zlib.decompress(data.numpy()), np.uint8).reshape(num_envs, 84, len(piece), 84)
-        piece[:] = lines.transpose(2, 0, 1, 3)
-
-
-def live_learning_rate(args: Args, run_folder: Path) -> float | None:
-    """The learning rate that the run folder's live.json asks for, if it is a new one; else the file is deleted."""
+def live_learning_rate(run_folder: Path) -> float | None:
+    """The learning rate that the run folder's live.json asks for. A file that asks for nonsense is deleted."""
     path = run_folder / "live.json"
-    if not path.exists():
-        return None
-    try:
-        rate = float(json.loads(path.read_text(encoding="utf-8-sig"))["learning_rate"])
-    except Exception:  # nonsense has many kinds
-        rate = math.nan
-    if 0 < rate < 1e38 and rate != args.learning_rate:
-        return rate
-    if rate != args.learning_rate:
-        print(f'note: {path} is ignored: it must be like {{"learning_rate": {args.learning_rate}}}', file=sys.stderr)
-    path.unlink()
-    return None
+    if path.exists():
+        with contextlib.suppress(Exception):  # nonsense has many kinds
+            rate = float(json.loads(path.read_text(encoding="utf-8-sig"))["learning_rate"])
+            if 0 < rate < 1e38:
+                return rate
+        print(f'note: {path} is ignored: it must be like {{"learning_rate": 5e-05}}', file=sys.stderr)
+        path.unlink()
 
 
 def speed_up_cpu() -> None:
@@ -685,13 +645,13 @@ def speed_up_cpu() -> None:
             ctypes.CDLL(None).mallopt(option, size)
 
 
-def note_memory(replay: Replay) -> None:
+def note_memory(size: int) -> None:
     """Say so if the replay will take more memory than is free."""
     with contextlib.suppress(OSError, TypeError):
-        available = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
-        if replay.frames.nbytes > available:
-            taken = f"{replay.frames.nbytes / 1e9:.1f} GB of memory when full"
-            print(f"note: the replay takes {taken}, and {available / 1e9:.1f} GB are free", file=sys.stderr)
+        free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
+        if size > free:
+            taken = f"{size / 1e9:.1f} GB of memory when full"
+            print(f"note: the replay takes {taken}, and {free / 1e9:.1f} GB are free", file=sys.stderr)
 
 
 def choose_device(args: Args) -> torch.device:
@@ -779,7 +739,8 @@ class Run:
         self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
-        self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
+        end = max(last_step, self.first_step)
+        self.bar = tqdm(total=end, initial=self.first_step, unit=" steps", mininterval=interval)
 
     def log(self, global_step: int, scalars: dict) -> None:
         for tag, value in scalars.items():

@@ -761,7 +761,8 @@ class Run:
         self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
-        self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
+        end = max(last_step, self.first_step)
+        self.bar = tqdm(total=end, initial=self.first_step, unit=" steps", mininterval=interval)
 
     def log(self, global_step: int, scalars: dict) -> None:
         for tag, value in scalars.items():

@@ -469,7 +469,7 @@ def stacks_mix_the_newest_and_the_oldest_frames(module):
     replay, rng = module.Replay(args), np.random.default_rng(0)
     for t in range(40):  # one long episode, each frame of one grey value, the number of its step
         nothing = np.zeros(1, int)
-        replay.add(np.full((1, 84, 84), t), np.array([min(t, 3)]), nothing, nothing, nothing, nothing)
+        replay.add(np.full((1, 84, 84), t), np.array([t]), nothing, nothing, np.zeros(1, bool))
     stacks = replay.sample(64, 1.0, rng)[1][0][:, :, 0, 0].astype(int)  # (64, 4)
     return bool((np.diff(stacks) != 1).any())
 
