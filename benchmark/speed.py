@@ -146,11 +146,12 @@ def main() -> None:
     for script in args.scripts:
         steps = args.steps or STEPS[script]
         programs = {name: command for table, name, command in PROGRAMS if table == script}
-        if torch.backends.cpu.get_cpu_capability() == "AVX2":  # bfloat16 is far slower than float32 there
+        instructions = torch.backends.cpu.get_cpu_capability()
+        if instructions == "AVX2":  # bfloat16 is far slower than float32 there
             programs = {name: command for name, command in programs.items() if "--bf16" not in command}
         commands = [f"{command} --total-timesteps {steps}" for command in programs.values()]
         found = ", ".join(map(" ".join, versions(f"{PACKAGES} {PEERS}").items()))
-        where = {"machine": f"{machine()}, {found}", "commit": commit()}
+        where = {"machine": f"{machine()} ({instructions}), {found}", "commit": commit()}
         for repeat in range(args.repeats):
             rows = []
             for name, run in zip(programs, measure(commands, steps // 4)):
