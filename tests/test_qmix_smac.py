@@ -1080,6 +1080,7 @@ def test_a_run_on_games_in_processes_of_their_own(stand_in, tmp_path):
     assert not any(runs(pid) for pid, *_ in launched)
 
 
+@pytest.mark.filterwarnings("ignore:.*ERROR")  # gymnasium's, of the process that fails on purpose
 def test_a_replay_that_cannot_be_saved_costs_a_note(stand_in, call, tmp_path):
     flags = "--env-id smac/toyss --num-envs 1 --total-timesteps 30 --test-nepisode 1 --save-replay".split()
     result = call("qmix_smac", *QUICK, *flags)
