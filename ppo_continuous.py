@@ -165,7 +165,7 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
 
 
 class RunningMeanStd:
-    """Mean and variance of all rows seen so far, in float64 (Chan, Golub, LeVeque 1983; one row: Welford 1962).
+    """Mean and variance of all rows seen so far, in float64 (Welford 1962).
 
     Args:
         shape: the shape of a row, () for scalars.
@@ -177,13 +177,12 @@ class RunningMeanStd:
         self.m2 = np.zeros(shape)  # sum of squared deviations from the mean
 
     def update(self, rows: np.ndarray) -> None:
-        """Merge rows (N, *shape). Exact: the sum of squares grows by sum (x - mean before) (x - mean after)."""
-        if not self.count:  # Trap: from a mean far off, rounding errors are as large as the variance
-            self.mean = np.array(rows[0], float)
-        self.count += len(rows)
-        deviation = rows - self.mean
-        self.mean = self.mean + np.add.reduce(deviation) / self.count
-        self.m2 = self.m2 + np.add.reduce(deviation * (rows - self.mean))
+        """Count rows (N, *shape). Exact: the sum of squares grows by (x - mean before) (x - mean after)."""
+        for row in rows:
+            self.count += 1
+            deviation = row - self.mean
+            self.mean = self.mean + deviation / self.count
+            self.m2 = self.m2 + deviation * (row - self.mean)
 
     @property
     def std(self) -> np.ndarray:
@@ -454,8 +453,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             order = torch.from_numpy(rng.permutation(T * N)).to(device)
             minibatches = zip(*(rows[order].chunk(args.num_minibatches) for rows in batch))
             epoch = [step(*state, minibatch) for minibatch in minibatches]
-            means = torch.stack([torch.stack([*each.values()]) for each in epoch]).mean(0)
-            metrics = dict(zip(epoch[0], means))
+            metrics = {name: torch.stack([each[name] for each in epoch]).mean() for name in epoch[0]}
             if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
                 break
 
@@ -661,7 +659,7 @@ def numpy_actor(actor: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
 
     def mean_action(obs: np.ndarray) -> np.ndarray:
         for layer in layers:
-            obs = obs @ layer[0].T + layer[1] if layer else np.tanh(obs)
+            obs = obs.dot(layer[0].T) + layer[1] if layer else np.tanh(obs)
         return obs
 
     return mean_action
@@ -674,19 +672,21 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
     doing it. Traced, the same operations run in the same order, so the results are the same to the bit. All that is
     Python in it (shapes, coefficients, flags) is fixed.
     """
-    step, traced = functools.partial(minibatch_step, copy.deepcopy(agent).to("meta"), args), None
+    step, fast = functools.partial(minibatch_step, copy.deepcopy(agent).to("meta"), args), None
     on_gpu = args.cuda and torch.cuda.is_available()
-    if args.compile:
-        return torch.compile(step, fullgraph=True, options=None if on_gpu else {"cpp_wrapper": True})
 
     def call(*tensors):
-        nonlocal traced
-        if traced is None:
-            traced = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
+        nonlocal fast
+        if fast is None and args.compile:
+            fast = torch.compile(step, fullgraph=True, options=None if on_gpu else {"cpp_wrapper": True})
+            fast(*copy.deepcopy(tensors))
+            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # shapes and types never change
+        elif fast is None:
+            fast = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
             if not on_gpu:  # there TorchScript compiles kernels of its own, with other rounding
                 with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile
-                    traced = torch.jit.trace(traced, copy.deepcopy(tensors), check_trace=False, strict=False)
-        return traced(*tensors)
+                    fast = torch.jit.trace(fast, copy.deepcopy(tensors), check_trace=False, strict=False)
+        return fast(*tensors)
 
     return call
 
