@@ -679,6 +679,7 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
         nonlocal fast
         if fast is None and args.compile:
             fast = torch.compile(step, fullgraph=True, options=None if on_gpu else {"cpp_wrapper": True})
+            torch.compiler.set_stance("default")
             fast(*copy.deepcopy(tensors))
             torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # shapes and types never change
         elif fast is None:
