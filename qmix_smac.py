@@ -5,7 +5,7 @@
 #     "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1", "huggingface-hub==2.4.0",
 # ]
 # ///
-r"""QMIX on StarCraft micromanagement: a team of agents that learns one value and acts on many.
+r"""QMIX on StarCraft micromanagement: one value is learned for the team, and each agent acts by its own part of it.
 
 Each agent sees only its surroundings and values its own actions. During training a mixing network, which sees the whole
 battle, combines the values of the actions taken into that of the team, Q_tot, and Q_tot is learned as in Q-learning.
@@ -53,16 +53,13 @@ Where this differs from the papers or from their program, PyMARL, and why:
     rate that falls to zero; runs of 1M steps, not 2M.
   * The hypernetworks of the weights have two layers, as PyMARL's now; [QMIX] has one. The loss is the mean over steps,
     as PyMARL's; Eq. (6) is the sum. Logged values are the team's; PyMARL divides them by n.
-  * A time limit is an end without bootstrapping, as in PyMARL, although the battle could go on. `--bootstrap-timeouts`
-    bootstraps it; the one run that was made so (3m, in benchmark/README.md) learned too.
+  * A time limit is an end without bootstrapping, as in PyMARL; `--bootstrap-timeouts` bootstraps it.
   * `--td-lambda` is for [PENG]'s Q(lambda), which does not correct for the random actions in the replay.
-  * `--mixer none` is [IQL] with shared parameters ([SHARE]), as all mixers here.
-  * SMAX's reward is multiplied by ten, as in JaxMARL's own QMIX. Then its maximum is SMAC's, 20, and nothing else is:
-    half is for damage and half for victory; SMAC counts hit points, kills and victory. SMAX's state is scaled to 0..1,
+  * `--mixer none` is [IQL]. Under it too all agents share their parameters ([SHARE]); `q_tot`, `targets` are (P, n).
+  * SMAX's reward is multiplied by ten, as in JaxMARL's own QMIX. So its maximum is 20, as in SMAC, but half of it is
+    for damage and half for victory, where SMAC counts hit points, kills and victory. SMAX's state is scaled to 0..1,
     as SMAC's is. Its episodes have up to 101 steps: the limit is compared before the step is counted.
-  * Three faults of the package SMAC are mended: after a crash its step() returns `0, True, {}` (the episode is
-    dropped); the maximum that it divides rewards by counts units twice that appear late; a reset before the end of the
-    first episode launches a second program.
+  * Three faults of the package SMAC are mended: see the traps in `Smac`.
   * At each checkpoint, which holds the replay too, the environments begin new episodes, interrupted there or not. So
     resuming is exact to the bit, but not with StarCraft II, which keeps running with the seed of its launch.
 
@@ -111,7 +108,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-UNAVAILABLE = -9999999.0  # the value of an action that cannot be taken: finite, and below all others
 Shape = namedtuple("Shape", "n_agents n_actions obs_dim state_dim")  # the sizes of a map: n, A, O, S
 
 
@@ -131,11 +127,11 @@ class Args:
     td_lambda: float = 0.0  # lambda of the targets: 0 is one-step Q-learning as in the paper, 0.6 is [TRICK]'s
     bootstrap_timeouts: bool = False  # whether to bootstrap an episode that its time limit ended
     epsilon_start: float = 1.0  # epsilon at the beginning: the probability of a random action
-    epsilon_finish: float = 0.05  # ... at the end of the annealing
+    epsilon_finish: float = 0.05  # epsilon at the end of the annealing
     epsilon_anneal_time: int = 100_000  # environment steps of the annealing: 50,000 in [QMIX], 100,000 in [TRICK]
     buffer_size: int = 5_000  # episodes in the replay, which takes the memory as it fills
     batch_size: int = 32  # B: episodes in a minibatch
-    updates_per_episode: float = 1.0  # ... collected, from the batch_size-th on (1 in [QMIX], 1/8 in [TRICK]'s program)
+    updates_per_episode: float = 1.0  # updates for each episode from the batch_size-th on (1/8 in [TRICK]'s program)
     target_update_interval: int = 200  # episodes between copies of the parameters to the target networks
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # [QMIX]'s or [TRICK]'s
     learning_rate: float = 5e-4  # step size of the optimiser
@@ -184,8 +180,8 @@ class Args:
 def make_smax(map_name: str) -> tuple:
     """A SMAX map ([SMAX]), its Shape, and two functions of N environments on it, which JAX compiles.
 
-    begin(seeds (N,)) gives simulators and what is observed. step(simulators, actions (N, n)) gives both, with new
-    episodes where one ended, what it led to before that, and rewards, terminations, truncations, victories (N,).
+    begin(seeds (N,)) gives simulators and observations. step(simulators, actions (N, n)) gives the next ones (of a new
+    episode where one ended), the observations before that, and rewards, terminations, truncations, victories (N,).
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the GPU is torch's
     sys.modules["jaxmarl.environments.mabrax"] = None  # Trap: this part of jaxmarl replaces sys.stdout
@@ -208,7 +204,7 @@ def make_smax(map_name: str) -> tuple:
         cooldowns = env.unit_type_weapon_cooldowns[state.state.unit_types]
         units = units.at[:, 1].divide(env.map_width).at[:, 2].divide(env.map_height).at[:, 3].divide(cooldowns)
         world = jnp.concatenate([units.clip(0, 1).ravel(), teams, types / (env.unit_type_bits - 1)])
-        # JAX has "weak" types. Without the cast step() returns others than begin(), and is compiled once more: seconds
+        # Trap: else the types of begin() and step() differ in JAX's "weak" mark, and step() is compiled twice: seconds
         simulator = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), (key, state))
         return simulator, (obs, world, avail_actions.astype(bool))
 
@@ -229,7 +225,8 @@ def make_smax(map_name: str) -> tuple:
         return *now, after[1], 10 * rewards[env.agents[0]], terminated, truncated, won
 
     shape = Shape(n, env.num_ally_actions, env.obs_size, env.state_size)
-    return env, shape, *map(jax.jit, map(jax.vmap, (lambda seed: reset(jax.random.PRNGKey(seed)), step)))
+    begin = jax.jit(jax.vmap(lambda seed: reset(jax.random.PRNGKey(seed))))
+    return env, shape, begin, jax.jit(jax.vmap(step))
 
 
 class Smax(gym.vector.VectorEnv):
@@ -245,7 +242,7 @@ class Smax(gym.vector.VectorEnv):
         return tuple(map(np.array, observation)), {}
 
     def step(self, actions: np.ndarray) -> tuple[tuple, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """Play one step with actions (N, n). Where an episode ended, what it led to is in info["final_obs"]."""
+        """Play one step with actions (N, n). What they led to, before any reset, is in info["final_obs"]."""
         self.simulators, observation, after, *rest = self._step(self.simulators, actions)
         rewards, terminations, truncations, won = map(np.array, rest)
         final_info = {"won": won, "crashed": np.zeros_like(won)}
@@ -268,8 +265,9 @@ class Smac(gym.Env):
         self.shape = tuple(info[name] for name in ("n_agents", "n_actions", "obs_shape", "state_shape"))
         n, A, obs_dim, state_dim = self.shape
         self.action_space = gym.spaces.MultiDiscrete([A] * n)
-        obs, state = (gym.spaces.Box(-np.inf, np.inf, size) for size in ((n, obs_dim), (state_dim,)))
-        self.observation_space = gym.spaces.Tuple([obs, state, gym.spaces.MultiBinary((n, A))])
+        box = functools.partial(gym.spaces.Box, -np.inf, np.inf)
+        spaces = [box((n, obs_dim)), box((state_dim,)), gym.spaces.MultiBinary((n, A))]
+        self.observation_space = gym.spaces.Tuple(spaces)
 
     def observe(self) -> tuple:
         obs, state = (np.array(rows, np.float32) for rows in (self.env.get_obs(), self.env.get_state()))
@@ -283,6 +281,7 @@ class Smac(gym.Env):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             # Trap: replays are named after the second in which they are written, by all processes at once
             self.env = self.launch(seed=seed, replay_prefix=f"{self.map_name}_{seed}")
+            self.save_replay = self.env.save_replay
         self.env.reset()
         # Trap: the package counts a unit again for each look at the units at which others have not appeared yet
         health = sum(unit.health_max + unit.shield_max for unit in self.env.enemies.values())
@@ -297,10 +296,6 @@ class Smac(gym.Env):
         crashed = "battle_won" not in info  # Trap: after a crash the package launches another and returns 0, True, {}
         won, truncated = info.get("battle_won", False), info.get("episode_limit", False)
         return self.observe(), reward, ended and not truncated, truncated, {"won": won, "crashed": crashed}
-
-    def save_replay(self) -> None:
-        """Have StarCraft II write a replay of all its episodes."""
-        self.env.save_replay()
 
     def close(self) -> None:
         if self.env is not None:
@@ -344,7 +339,7 @@ class TeamEnvs:
         (self.obs, self.state, self.avail_actions), _ = self.envs.reset(seed=[int(seed) for seed in seeds])
         self.last_actions = np.full((self.num_envs, self.shape.n_agents), -1)
         self.steps = [[] for _ in range(self.num_envs)]  # of the open episodes
-        self.video = f"{self.name}-{key[0]}.mp4"
+        self.video = f"{self.name}-{key[0]}"
         self.frames = [] if self.args.capture_video and self.name != "test" else None  # of the first episode
 
     def step(self, actions: np.ndarray) -> np.ndarray:
@@ -361,11 +356,13 @@ class TeamEnvs:
                 print("note: StarCraft II crashed; the episode is dropped", file=sys.stderr)
             else:
                 episode, won = self.episode(i, info["final_obs"][i], terminations[i]), info["final_info"]["won"][i]
-                self.finished.append((i, episode, float(episode.rewards.sum()), bool(won)))
+                self.finished.append((i, episode, float(episode.rewards.sum()), float(won)))
             self.steps[i], self.last_actions[i] = [], -1
         self.recent_returns.extend(score for _, _, score, _ in self.finished)
         if self.frames is not None and ended[0]:
-            record(self.frames, self.run_folder / "videos" / self.video)
+            from gymnasium.utils.save_video import save_video
+
+            save_video(self.frames, self.run_folder / "videos", lambda _: True, name_prefix=self.video, fps=8)
             self.frames = None
         return ended
 
@@ -497,7 +494,7 @@ class EpisodeReplay:
 
 
 def td_lambda_targets(rewards, next_values, no_bootstrap, mask, gamma, td_lambda) -> torch.Tensor:
-    r"""Targets y (T, B, ...) of next_values (T, B, ...), the values after each step; the other tensors are (T, B, 1).
+    r"""Targets y (T, B, ...). next_values[t] (T, B, ...) is Q'_{t+1}, after step t; the other tensors are (T, B, 1).
 
     y_t = r_t + \gamma (1 - no_bootstrap_t) ((1 - \lambda) Q'_{t+1} + \lambda y_{t+1}); at an episode's last step there
     is no y_{t+1}, and lambda is 0. This is [PENG]'s Q(lambda); lambda = 0 is the paper's y^tot, [QMIX] below Eq. (6).
@@ -516,8 +513,8 @@ def qmix_loss(agent, mixer, target_agent, target_mixer, batch: Episode, args: Ar
     r"""The loss to be minimised (), [QMIX] Eq. (6) as a mean, and its metrics {name: ()}.
 
     L = 1/P \sum (y^tot - Q_tot(\tau, u, s))^2 over the P steps,   y^tot = r + \gamma Q_tot(\tau', u', s'; \theta^-)
-    u' is the best available action of each agent: to its online network, valued by the target network ([DDQN]), or to
-    the target network. As Q_tot is monotone, the agents' best actions are the team's: [QMIX] Eq. (4) and (5).
+    u' holds each agent's best available action by its online network ([DDQN]; without `--double-q` by its target
+    network); the target networks value it. As Q_tot is monotone, these are the team's best: [QMIX] Eq. (4) and (5).
     """
     filled, mask, actions = batch.filled, batch.filled[1:], batch.actions.long()  # (T+1, B), (T, B), (T, B, n)
     last_actions = torch.cat([torch.full_like(actions[:1], -1), actions])  # (T+1, B, n)
@@ -528,7 +525,7 @@ def qmix_loss(agent, mixer, target_agent, target_mixer, batch: Episode, args: Ar
     with torch.no_grad():
         target_qs = target_agent.unroll(inputs, filled)[1:]  # (T, B, n, A)
         # Trap: without avail_actions an action that cannot be taken, whose value nothing corrects, may be the best
-        values = (agent_qs[1:] if args.double_q else target_qs).masked_fill(~batch.avail_actions[1:], UNAVAILABLE)
+        values = (agent_qs[1:] if args.double_q else target_qs).masked_fill(~batch.avail_actions[1:], -math.inf)
         next_qvals = target_qs.gather(-1, values.argmax(dim=-1, keepdim=True)).squeeze(-1)  # (T, B, n)
         next_values = target_mixer(next_qvals, batch.state[1:])  # (T, B, 1)
         columns = (batch.rewards, next_values, batch.no_bootstrap, mask[..., None])
@@ -545,7 +542,7 @@ def select_actions(agent: Agent, envs: TeamEnvs, hidden: torch.Tensor, epsilon=0
     """Actions (N, n), each agent's best available one or, with probability epsilon, any; the next hidden (N, n, H)."""
     obs, last_actions = (torch.from_numpy(rows).to(hidden.device) for rows in (envs.obs, envs.last_actions))
     agent_qs, hidden = agent(agent.inputs(obs, last_actions), hidden)
-    actions = np.where(envs.avail_actions, agent_qs.cpu().numpy(), UNAVAILABLE).argmax(axis=-1)
+    actions = np.where(envs.avail_actions, agent_qs.cpu().numpy(), -np.inf).argmax(axis=-1)
     if epsilon > 0:
         any_actions = (rng.random(envs.avail_actions.shape) * envs.avail_actions).argmax(axis=-1)
         explores = rng.random(actions.shape) < epsilon  # Detail: each agent for itself, not the team as one
@@ -563,15 +560,15 @@ def play(agent: Agent, envs: TeamEnvs, num_episodes: int) -> tuple[list[float], 
     while share.any():
         actions, hidden = select_actions(agent, envs, hidden)
         hidden[envs.step(actions)] = 0
-        for i, _, score, victory in envs.finished:
+        for i, _, score, won in envs.finished:
             if share[i]:
-                results.append((score, float(victory)))
+                results.append((score, won))
                 share[i] -= 1
     return tuple(map(list, zip(*results)))
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
-    """Train from the beginning or from a checkpoint. Raises RuntimeError where a gradient is not finite."""
+    """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
     N, device = args.num_envs, choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
     rng = np.random.default_rng(args.seed)  # the exploration and the minibatches
@@ -580,10 +577,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     agent, mixer = (network.to(device) for network in make_networks(args, envs.shape))
     target_agent, target_mixer = copy.deepcopy(agent), copy.deepcopy(mixer)
     parameters = [*agent.parameters(), *mixer.parameters()]
-    if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(parameters, args.learning_rate, eps=args.optim_eps)
-    else:
-        optimizer = torch.optim.RMSprop(parameters, args.learning_rate, alpha=args.optim_alpha, eps=args.optim_eps)
+    optimizers = {"adam": torch.optim.Adam, "rmsprop": functools.partial(torch.optim.RMSprop, alpha=args.optim_alpha)}
+    optimizer = optimizers[args.optimizer](parameters, args.learning_rate, eps=args.optim_eps)
     replay, updates_due = EpisodeReplay(args.buffer_size), torch.zeros((), dtype=torch.float64)
 
     # All that the rest of a run depends on
@@ -607,8 +602,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
             hidden, metrics = agent.first_hidden(N), {}
         learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
-        annealed = min(1, global_step / args.epsilon_anneal_time)
-        epsilon = args.epsilon_start + annealed * (args.epsilon_finish - args.epsilon_start)
+        epsilon = np.interp(global_step, [0, args.epsilon_anneal_time], [args.epsilon_start, args.epsilon_finish])
 
         # Collect one step in each environment
         actions, hidden = select_actions(agent, envs, hidden, epsilon, rng)
@@ -616,9 +610,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         hidden[ended] = 0  # Trap: else an episode is played from another state than it is replayed from
         global_step += N
 
-        for _, episode, score, victory in envs.finished:
+        for _, episode, score, won in envs.finished:
             run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": len(episode.rewards)})
-            run.log(global_step, {"charts/battle_won": victory})
+            run.log(global_step, {"charts/battle_won": won})
             replay.add(episode)
             updates_due += args.updates_per_episode if replay.added >= args.batch_size else 0
 
@@ -628,7 +622,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 loss, metrics = qmix_loss(agent, mixer, target_agent, target_mixer, batch, args)
                 optimizer.zero_grad()
                 loss.backward()
-                metrics["grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, error_if_nonfinite=True)
+                metrics["grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                if not metrics["grad_norm"].isfinite():
+                    raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
                 optimizer.param_groups[0]["lr"] = learning_rate
                 optimizer.step()
 
@@ -837,14 +833,6 @@ def draw(envs: Smax) -> np.ndarray:
         disc = np.hypot(places[:, None] - float(y), places - float(x)) < float(env.unit_type_radiuses[kind])
         picture[disc] = np.array((80, 140, 255) if i < env.num_allies else (255, 90, 80)) * (0.35 + 0.65 * health)
     return picture[::-1]
-
-
-def record(frames: list[np.ndarray], path: Path) -> None:
-    """Write frames as a video."""
-    from moviepy import ImageSequenceClip
-
-    path.parent.mkdir(exist_ok=True)
-    ImageSequenceClip(frames, fps=8).write_videofile(path, logger=None)
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:

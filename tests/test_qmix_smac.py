@@ -869,7 +869,7 @@ def test_a_few_steps_in_every_mode(call, tmp_path, flags):
     if "--capture-video" in flags:
         moviepy = pytest.importorskip("moviepy")
         videos = sorted((run_folder / "videos").iterdir())
-        assert [video.name for video in videos] == ["evaluation-200.mp4", "training-0.mp4"]
+        assert [video.name for video in videos] == ["evaluation-200-episode-0.mp4", "training-0-episode-0.mp4"]
         with moviepy.VideoFileClip(str(videos[0])) as film:
             frames = [frame.astype(int) for frame in film.iter_frames()]
         assert len(frames) >= 5 and frames[0].max() > 150

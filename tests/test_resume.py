@@ -342,6 +342,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path, reference, script):
 def test_numbers_that_explode_are_not_saved(tmp_path, script):
     result = Run(script, *SMALL[script], "--learning-rate", "1e30", cwd=tmp_path).wait()
     assert result.status == 1 and "finite" in result.notes[-1]
+    assert len(result.notes) == 1 or script == "a3c_atari"  # whose worker's traceback is shown
     (path,) = checkpoints(run_folder_in(tmp_path))
     assert step_of(path) == 0
     assert all(parameter.isfinite().all() for parameter in load(path)["agent"].values())
