@@ -77,7 +77,6 @@ import sys
 import time
 import zipfile
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 
 import ale_py
@@ -92,7 +91,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 
-@dataclass
+@dataclasses.dataclass
 class Args:
     """Advantage actor-critic on Atari."""
 
@@ -178,8 +177,9 @@ class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
     `first` is the number of the first environment here among those of all processes; the seeds follow these numbers.
-    `fire` (N,) says where the next step will press FIRE instead of playing the action. `finished` lists the episodes
-    that the last step ended: (environment, score, length), the score unclipped, the length in agent steps.
+    `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
+    `finished` lists the episodes that it ended: (environment, score, length), the score unclipped, the length in agent
+    steps.
     """
 
     def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
@@ -210,8 +210,8 @@ class AtariEnvs:
         and the truncations (N,).
         """
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
-        actions = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
-        next_obs, rewards, terminations, truncations, info = self.envs.step(actions)
+        self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
+        next_obs, rewards, terminations, truncations, info = self.envs.step(self.played)
         # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames start over
         over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
         self.frames = info["episode_frame_number"]
@@ -225,7 +225,7 @@ class AtariEnvs:
         self.recent_returns.extend(score for _, score, _ in self.finished)
         self.scores[over] = self.lengths[over] = 0
         if self.recorded is not None:
-            self.recorded.append(int(actions[0]))
+            self.recorded.append(int(self.played[0]))
             if over[0]:
                 self.record()
         return next_obs, successors, np.sign(rewards), terminations, truncations
@@ -258,10 +258,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
 class Agent(nn.Module):
     """Policy and value function on one convolutional trunk ([DQN] Methods, with two heads as in [A3C] Sec. 4).
 
-    Args:
-        num_actions: the number of joystick positions.
-        conv3_filters: filters of the third convolution.
-        bf16: whether to compute in bfloat16; the parameters stay float32.
+    With `bf16` it computes in bfloat16; the parameters stay float32.
     """
 
     def __init__(self, num_actions: int, conv3_filters: int = 64, bf16: bool = False) -> None:
@@ -337,7 +334,7 @@ def a2c_loss(logits, values, actions, chosen, advantages, returns, args) -> tupl
 
 
 class RMSprop(torch.optim.Optimizer):
-    r"""RMSprop without momentum, [A3C] Sec. 4, as in the paper and in TensorFlow, where g starts at one:
+    r"""RMSprop without momentum, [A3C] Sec. 4 (g starts at one, as in TensorFlow):
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2,   \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
 
@@ -372,10 +369,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     envs = AtariEnvs(args, N, run_folder, first=first)
     agent = Agent(envs.num_actions, args.conv3_filters, args.bf16).to(device)
     optimizer = RMSprop(agent.parameters(), args)
-    features, heads = agent.features, agent.heads
     if args.compile:
-        mode = "reduce-overhead" if device.type == "cuda" else None
-        features, heads = torch.compile(features, mode=mode), torch.compile(heads, mode=mode)
+        agent.features, agent.heads = torch.compile(agent.features), torch.compile(agent.heads)
 
     parts = {"agent": agent, "optimizer": optimizer, "rng": rng}  # all that the rest of a run depends on
     global_step = share(parts, restore(parts, checkpoint))
@@ -383,8 +378,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     run = Run(args, run_folder, checkpoint, parts, last_step) if first == 0 else SilentRun()
 
     actions = np.zeros((T, N), int)
-    chosen, rewards, values, next_values = (np.zeros((T, N), np.float32) for _ in range(4))
-    terminations, truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
+    chosen, rewards, values, next_values = np.zeros((4, T, N), np.float32)
+    terminations, truncations = np.zeros((2, T, N), bool)
     next_obs = None
 
     while global_step < last_step:
@@ -399,17 +394,17 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         with torch.no_grad():
             for t in range(T):
                 with torch.enable_grad():  # the update needs them again: most of the work, so it is done once
-                    b_features.append(features(torch.from_numpy(next_obs).to(device)))  # uint8 across the bus
-                logits, value = heads(b_features[t])
+                    b_features.append(agent.features(torch.from_numpy(next_obs).to(device)))  # uint8 across the bus
+                logits, value = agent.heads(b_features[t])
                 values[t] = value.cpu().numpy()
                 actions[t], chosen[t] = sample(logits, gumbel_noise[t]), ~envs.fire
                 next_obs, successors, rewards[t], terminations[t], truncations[t] = envs.step(actions[t])
                 global_step += args.num_envs
                 if truncations[t].any():  # the next row is another episode's
-                    next_values[t] = heads(features(torch.from_numpy(successors).to(device)))[1].cpu().numpy()
+                    next_values[t] = agent(torch.from_numpy(successors).to(device))[1].cpu().numpy()
                 for _, score, length in envs.finished:
                     run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
-            last_value = heads(features(torch.from_numpy(next_obs).to(device)))[1].cpu().numpy()
+            last_value = agent(torch.from_numpy(next_obs).to(device))[1].cpu().numpy()
 
         # Returns: [A3C] Alg. S3, R = V(s_t) at the end of the rollout, 0 after a terminal state, then R = r_i + gamma R
         # (GAE with lambda = 1 sums up to R - V(s_t))
@@ -421,7 +416,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         b_actions, b_chosen, b_advantages, b_returns = (torch.from_numpy(x).view(-1).to(device) for x in batch)
 
         # One step of gradient descent on the whole rollout: [A3C] Alg. S3, the gradients and the update
-        logits, new_values = heads(torch.cat(b_features))
+        logits, new_values = agent.heads(torch.cat(b_features))
         loss, metrics = a2c_loss(logits, new_values, b_actions, b_chosen, b_advantages, b_returns, args)
         optimizer.zero_grad()
         loss.backward()
@@ -433,9 +428,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         optimizer.step()
 
         if global_step // batch_size % args.log_interval == 0 or global_step == last_step:
-            run.log(global_step, {f"losses/{name}": metric for name, metric in metrics.items()})
             explained_variance = 1 - np.var(advantages) / max(np.var(returns), 1e-12)
-            run.log(global_step, {"losses/grad_norm": grad_norm, "losses/explained_variance": explained_variance})
+            metrics |= {"grad_norm": grad_norm, "explained_variance": explained_variance}
+            run.log(global_step, {f"losses/{name}": metric for name, metric in metrics.items()})
             run.log(global_step, {"charts/learning_rate": learning_rate})
             run.progress(global_step, envs.recent_returns)
 
@@ -467,8 +462,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
         logits, _ = agent(torch.from_numpy(obs).to(device))
         noise = 0 if args.greedy else rng.gumbel(size=logits.shape)
         obs, *_ = envs.step(sample(logits, noise))
-        for i, episodic_return, _ in envs.finished:
-            returns.setdefault(i, episodic_return)  # the first episode of each environment
+        returns = {i: score for i, score, _ in envs.finished} | returns  # the first episode of each environment
     envs.close()
     returns = [returns[i] for i in range(args.eval_episodes)]
     kind = "greedy" if args.greedy else "sampled"
@@ -533,9 +527,8 @@ class Run:
     """What a run writes: TensorBoard and W&B, checkpoints, a line of progress, the result."""
 
     def __init__(self, args: Args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int) -> None:
-        self.args, self.folder, self.parts, self.started = args, folder, parts, time.time()
-        before = checkpoint or {}
-        self.first_step, self.seconds = before.get("global_step", 0), before.get("seconds", 0)
+        self.args, self.folder, self.parts, before = args, folder, parts, checkpoint or {}
+        self.first_step, self.started = before.get("global_step", 0), time.time() - before.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -570,14 +563,14 @@ class Run:
 
     def progress(self, global_step: int, recent_returns: deque) -> None:
         """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
-        self.log(global_step, {"charts/SPS": (global_step - self.first_step) / (time.time() - self.started)})
+        self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
         if recent_returns:
             self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
         """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
-        seconds = self.seconds + time.time() - self.started
+        seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: state_of(self.parts[name]) for name in names or self.parts}
 
@@ -689,7 +682,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
     if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
-        sys.exit(f"error: --resume takes a run folder, which {given.resume} is not, and no --evaluate beside it")
+        sys.exit(f"error: --resume takes a run folder and stands without --evaluate; given: {given.resume}")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
     if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
         args = tyro.cli(Args)
@@ -722,9 +715,7 @@ def main() -> None:
         hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
-    except (gym.error.Error, OSError) as error:
-        sys.exit(f"error: {error}")
-    except FloatingPointError as error:
+    except (gym.error.Error, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 

@@ -53,7 +53,7 @@ Where this differs from the paper or from common practice, and why:
     84x84 frames, RMSprop (`--optimizer rmsprop`), 5 steps and no clipping.
   * pytorch-a3c crops the same rows to the pixel (our last row has some of Pong's lower border in it), normalises by
     running averages of each process, never saved (here each observation by its own mean and deviation), and begins with
-    uniform weights (here orthogonal, as in OpenAI's baselines ([37]); the LSTM's are as PyTorch makes them). With
+    uniform weights (here orthogonal, as in OpenAI's baselines ([37]); the LSTM's are PyTorch's, its biases zero). With
     lambda < 1 it keeps the n-step return as the target of the values.
   * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
   * Rewards are clipped to their sign for learning only; what is logged is the score of the whole episode.
@@ -92,7 +92,6 @@ import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -118,13 +117,13 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 
-@dataclass
+@dataclasses.dataclass
 class Args:
     """Asynchronous advantage actor-critic on Atari."""
 
     env_id: str = "PongDeterministic-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 with sticky actions
     total_timesteps: int = 10_000_000  # agent steps of all workers together, four frames each (or a few more)
-    num_workers: int = 4  # processes that play and learn (pytorch-a3c has 4, the paper 16; 8 on 2 cores lose a fifth)
+    num_workers: int = 4  # processes that play and learn (pytorch-a3c has 4, the paper 16; 8 on 2 cores are slower)
     num_steps: int = 20  # t_max: agent steps of a worker between updates
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 1.0  # lambda of generalised advantage estimation; 1 is the paper's n-step return
@@ -140,7 +139,7 @@ class Args:
     rmsprop_eps: float = 1e-5  # added to the average of squared gradients (with --torch-rmsprop: to its root)
     torch_rmsprop: bool = False  # whether RMSprop is PyTorch's instead of TensorFlow's
     lstm: bool = True  # whether the network has an LSTM and sees one frame; without, it sees four
-    crop: bool = True  # whether the network sees rows 34 to 194 of the screen only (MsPacman plays above: --no-crop)
+    crop: bool = True  # whether the network sees rows 34 to 194 of the screen only (MsPacman is not in them: --no-crop)
     max_episode_length: int = 27_000  # agent steps after which an episode is truncated (its first no-ops do not count)
     greedy: bool = False  # whether the evaluation plays the likeliest action instead of sampling the policy
     log_interval: int = 100  # updates of worker 0 between points of the losses in the log
@@ -171,7 +170,7 @@ class Args:
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.max_episode_length < 10:  # the end of one with fewer frames than the next one's no-ops is not noticed
-            sys.exit("error: max_episode_length must be at least 10")
+            sys.exit("error: --max-episode-length must be at least 10")
 
 
 def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv:
@@ -208,8 +207,9 @@ class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
     `first` is the number of the first environment here among those of all processes; the seeds follow these numbers.
-    `fire` (N,) says where the next step will press FIRE instead of playing the action. `finished` lists the episodes
-    that the last step ended: (environment, score, length), the score unclipped, the length in agent steps.
+    `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
+    `finished` lists the episodes that it ended: (environment, score, length), the score unclipped, the length in agent
+    steps.
     """
 
     def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
@@ -240,8 +240,8 @@ class AtariEnvs:
         and the truncations (N,).
         """
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
-        actions = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
-        next_obs, rewards, terminations, truncations, info = self.envs.step(actions)
+        self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
+        next_obs, rewards, terminations, truncations, info = self.envs.step(self.played)
         # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames start over
         over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
         self.frames = info["episode_frame_number"]
@@ -255,7 +255,7 @@ class AtariEnvs:
         self.recent_returns.extend(score for _, score, _ in self.finished)
         self.scores[over] = self.lengths[over] = 0
         if self.recorded is not None:
-            self.recorded.append(int(actions[0]))
+            self.recorded.append(int(self.played[0]))
             if over[0]:
                 self.record()
         return next_obs, successors, np.sign(rewards), terminations, truncations
@@ -416,7 +416,7 @@ class SharedAdam(nn.Module):
 
 
 class SharedRMSprop(nn.Module):
-    r"""RMSprop on vectors (P,) in shared memory, [A3C] Sec. 4, as in the paper and in TensorFlow (g starts at one):
+    r"""RMSprop on vectors (P,) in shared memory, [A3C] Sec. 4 (g starts at one, as in TensorFlow):
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2,   \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
 
@@ -437,7 +437,7 @@ class SharedRMSprop(nn.Module):
         theta.addcdiv_(grad, root, value=-learning_rate)
 
 
-@dataclass
+@dataclasses.dataclass
 class Shared:
     """What the processes share: tensors in shared memory, which all read and write without a lock ([HOG])."""
 
@@ -588,8 +588,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
         obs, _, _, terminations, truncations = envs.step(sample(logits, noise))
         going = torch.from_numpy(~(terminations | truncations)).to(device)[:, None]
         state = tuple(part * going for part in state)
-        for i, episodic_return, _ in envs.finished:
-            returns.setdefault(i, episodic_return)  # the first episode of each environment
+        returns = {i: score for i, score, _ in envs.finished} | returns  # the first episode of each environment
     envs.close()
     returns = [returns[i] for i in range(args.eval_episodes)]
     kind = "greedy" if args.greedy else "sampled"
@@ -654,9 +653,8 @@ class Run:
     """What a run writes: TensorBoard and W&B, checkpoints, a line of progress, the result."""
 
     def __init__(self, args: Args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int) -> None:
-        self.args, self.folder, self.parts, self.started = args, folder, parts, time.time()
-        before = checkpoint or {}
-        self.first_step, self.seconds = before.get("global_step", 0), before.get("seconds", 0)
+        self.args, self.folder, self.parts, before = args, folder, parts, checkpoint or {}
+        self.first_step, self.started = before.get("global_step", 0), time.time() - before.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -691,14 +689,14 @@ class Run:
 
     def progress(self, global_step: int, recent_returns: deque) -> None:
         """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
-        self.log(global_step, {"charts/SPS": (global_step - self.first_step) / (time.time() - self.started)})
+        self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
         if recent_returns:
             self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
         """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
-        seconds = self.seconds + time.time() - self.started
+        seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: state_of(self.parts[name]) for name in names or self.parts}
 
@@ -779,7 +777,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
     if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
-        sys.exit(f"error: --resume takes a run folder, which {given.resume} is not, and no --evaluate beside it")
+        sys.exit(f"error: --resume takes a run folder and stands without --evaluate; given: {given.resume}")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
     if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
         args = tyro.cli(Args)
@@ -812,9 +810,7 @@ def main() -> None:
         hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
-    except (gym.error.Error, OSError) as error:
-        sys.exit(f"error: {error}")
-    except FloatingPointError as error:
+    except (gym.error.Error, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 

@@ -64,8 +64,7 @@ Where this differs from the papers or from common practice, and why:
     not: the vectorised emulator cannot save its state. So resuming is exact to the bit.
 
 A file live.json in the folder of a run changes its learning rate: {"learning_rate": 5e-5}. It is taken over at a
-checkpoint, made for it, and deleted. Two torch threads pay on a quiet machine (the convolutions are large enough) and
-lose on a busy one. Scores and speeds: README.md.
+checkpoint, made for it, and deleted. Scores and speeds: README.md.
 
     python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4            # writes runs/BreakoutNoFrameskip-v4__dqn_...
     python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...   # continues an interrupted run, exactly
@@ -91,7 +90,6 @@ import zipfile
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import ale_py
@@ -99,14 +97,13 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import tyro
 from ale_py.vector_env import AtariVectorEnv
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 
-@dataclass
+@dataclasses.dataclass
 class Args:
     """Deep Q-network with prioritised replay on Atari."""
 
@@ -208,8 +205,9 @@ class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
     `first` is the number of the first environment here among those of all processes; the seeds follow these numbers.
-    `fire` (N,) says where the next step will press FIRE instead of playing the action. `finished` lists the episodes
-    that the last step ended: (environment, score, length), the score unclipped, the length in agent steps.
+    `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
+    `finished` lists the episodes that it ended: (environment, score, length), the score unclipped, the length in agent
+    steps.
     """
 
     def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
@@ -240,8 +238,8 @@ class AtariEnvs:
         and the truncations (N,).
         """
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
-        actions = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
-        next_obs, rewards, terminations, truncations, info = self.envs.step(actions)
+        self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
+        next_obs, rewards, terminations, truncations, info = self.envs.step(self.played)
         # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames start over
         over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
         self.frames = info["episode_frame_number"]
@@ -255,7 +253,7 @@ class AtariEnvs:
         self.recent_returns.extend(score for _, score, _ in self.finished)
         self.scores[over] = self.lengths[over] = 0
         if self.recorded is not None:
-            self.recorded.append(int(actions[0]))
+            self.recorded.append(int(self.played[0]))
             if over[0]:
                 self.record()
         return next_obs, successors, np.sign(rewards), terminations, truncations
@@ -351,8 +349,7 @@ class SumTree:
         nodes = np.ones(len(values), int)
         for _ in range(self.depth):
             left = self.left[nodes]
-            # Trap: rounding may lift a value above the last sum. Without the second condition it would end on a leaf of
-            # zero, whose weight is NaN
+            # Trap: without the second condition a value that rounding lifts above the last sum would end on a zero leaf
             goes_right = (values >= left) & (self.right[nodes] > 0)
             values = values - left * goes_right
             nodes = 2 * nodes + goes_right
@@ -498,7 +495,7 @@ def td_loss(q_network, target_network, obs, actions, returns, discounts, next_ob
             next_values = target_network(next_obs)  # (B, num_actions)
             best = (q_network(next_obs) if double else next_values).argmax(dim=-1, keepdim=True)
             targets = returns + discounts * next_values.gather(1, best).squeeze(1)
-    loss = (weights * F.smooth_l1_loss(values, targets, reduction="none")).mean()
+    loss = (weights * nn.functional.smooth_l1_loss(values, targets, reduction="none")).mean()
     return loss, (targets - values).detach(), values.detach()
 
 
@@ -541,7 +538,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         iteration = global_step // steps
         live_rate = live_learning_rate(run_folder) if iteration % args.log_interval == 0 else None
         if obs is None or live_rate or global_step % args.checkpoint_interval < steps:
-            args.learning_rate = live_rate or args.learning_rate
+            optimizer.param_groups[0]["lr"] = args.learning_rate = live_rate or args.learning_rate
             run.save_checkpoint(global_step)
             obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
             if live_rate:  # it is in the checkpoint now
@@ -549,16 +546,13 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         fraction = global_step / last_step  # of the run
         epsilon = float(np.interp(fraction, (0, args.middle_fraction, args.end_fraction), epsilons))
         beta = args.per_beta + (1 - args.per_beta) * fraction
-        optimizer.param_groups[0]["lr"] = args.learning_rate
 
         # Play num_steps steps in each environment: [DQN] Alg. 1, from "select a random action" to "store transition"
         for _ in range(args.num_steps):
             lengths = envs.lengths.copy()
             actions = epsilon_greedy(q_network, obs, epsilon, rng)
-            if envs.fire.any():  # the replay holds what is played
-                actions[envs.fire] = envs.fire_action
             next_obs, _, rewards, terminations, _ = envs.step(actions)
-            replay.add(obs[:, -1], lengths, actions, rewards, terminations)
+            replay.add(obs[:, -1], lengths, envs.played, rewards, terminations)
             obs, global_step = next_obs, global_step + args.num_envs
             for _, score, length in envs.finished:
                 run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
@@ -581,11 +575,10 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
         if iteration % args.log_interval == 0 or global_step == last_step:
-            run.log(global_step, {"charts/learning_rate": args.learning_rate})
-            run.log(global_step, {"charts/epsilon": epsilon, "charts/per_beta": beta})
+            metrics = {"charts/learning_rate": args.learning_rate, "charts/epsilon": epsilon, "charts/per_beta": beta}
             if learning:
-                run.log(global_step, {"losses/td_loss": loss.detach(), "losses/q_values": values.mean()})
-                run.log(global_step, {"losses/grad_norm": grad_norm})
+                metrics |= {"losses/td_loss": loss, "losses/q_values": values.mean(), "losses/grad_norm": grad_norm}
+            run.log(global_step, metrics)
             run.progress(global_step, envs.recent_returns)
 
     envs.close()
@@ -614,8 +607,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     obs = envs.reset(model["global_step"], 1)
     while len(returns) < args.eval_episodes:
         obs, *_ = envs.step(epsilon_greedy(q_network, obs, args.eval_epsilon, rng))
-        for i, episodic_return, _ in envs.finished:
-            returns.setdefault(i, episodic_return)  # the first episode of each environment
+        returns = {i: score for i, score, _ in envs.finished} | returns  # the first episode of each environment
     envs.close()
     returns = [returns[i] for i in range(args.eval_episodes)]
     kind = f"epsilon {args.eval_epsilon:g}"
@@ -711,9 +703,8 @@ class Run:
     """What a run writes: TensorBoard and W&B, checkpoints, a line of progress, the result."""
 
     def __init__(self, args: Args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int) -> None:
-        self.args, self.folder, self.parts, self.started = args, folder, parts, time.time()
-        before = checkpoint or {}
-        self.first_step, self.seconds = before.get("global_step", 0), before.get("seconds", 0)
+        self.args, self.folder, self.parts, before = args, folder, parts, checkpoint or {}
+        self.first_step, self.started = before.get("global_step", 0), time.time() - before.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -748,14 +739,14 @@ class Run:
 
     def progress(self, global_step: int, recent_returns: deque) -> None:
         """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
-        self.log(global_step, {"charts/SPS": (global_step - self.first_step) / (time.time() - self.started)})
+        self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
         if recent_returns:
             self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
         """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
-        seconds = self.seconds + time.time() - self.started
+        seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: state_of(self.parts[name]) for name in names or self.parts}
 
@@ -814,7 +805,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
     if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
-        sys.exit(f"error: --resume takes a run folder, which {given.resume} is not, and no --evaluate beside it")
+        sys.exit(f"error: --resume takes a run folder and stands without --evaluate; given: {given.resume}")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
     if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
         args = tyro.cli(Args)
@@ -847,9 +838,7 @@ def main() -> None:
         hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
-    except (gym.error.Error, OSError) as error:
-        sys.exit(f"error: {error}")
-    except FloatingPointError as error:
+    except (gym.error.Error, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 

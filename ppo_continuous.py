@@ -9,8 +9,8 @@ r"""Proximal policy optimisation (PPO) for continuous control.
 
 The policy plays `num_steps` steps in every environment, and GAE estimates the advantage of each action. Then, for
 `update_epochs` epochs of minibatches, the policy climbs a surrogate of its return in which the probability ratio is
-clipped: once an action's probability has changed by more, the objective gives no reason to go on. That removes the
-incentive to leave the old policy; it bounds nothing. The same minibatches fit the value function.
+clipped to [1 - epsilon, 1 + epsilon]: beyond, the objective gives no reason to go on. That removes the incentive to
+leave the old policy; it bounds nothing. The same minibatches fit the value function.
 
 [PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
 [GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation",
@@ -40,9 +40,9 @@ Where this differs from common practice, and why:
   * A time limit is not a failure: at a truncation the value of the episode's last observation is bootstrapped ([TIME]).
     CleanRL takes truncations for terminations (`--no-bootstrap-truncation`), wrong at each 1000th step of HalfCheetah.
   * One set of running statistics serves all environments, is saved with the parameters and is frozen in evaluation.
-  * Reward scaling: the discounted return begins at zero after each end of an episode, as in OpenAI's baselines, and
-    the statistics with a count of 0. CleanRL uses gymnasium's wrapper, which carries the return through a truncation,
-    drops the past in a terminal step, and begins with a count of 1e-4.
+  * Reward scaling: the discounted return begins at zero after each end of an episode, as in OpenAI's baselines.
+    CleanRL uses gymnasium's wrapper, which carries the return through a truncation and drops the past in a terminal
+    step. The statistics begin with a count of 0, gymnasium's with 1e-4.
   * Logged losses and KL divergences are means over the minibatches of the last epoch, which is also what `--target-kl`
     looks at. CleanRL logs and compares the last minibatch, and so stops elsewhere.
   * At each checkpoint the environments begin new episodes with a seed made of (seed, global_step), interrupted there
@@ -76,7 +76,6 @@ import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import gymnasium as gym
@@ -90,7 +89,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 
-@dataclass
+@dataclasses.dataclass
 class Args:
     """Proximal policy optimisation for continuous control."""
 
@@ -165,11 +164,7 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
 
 
 class RunningMeanStd:
-    """Mean and variance of all rows seen so far, in float64 (Welford 1962).
-
-    Args:
-        shape: the shape of a row, () for scalars.
-    """
+    """Mean and variance of all rows (of `shape`, () for scalars) seen so far, in float64, by Welford's method."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.count = 0
@@ -222,7 +217,7 @@ class Environments:
         seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.num_envs)
         raw_obs = np.stack([env.reset(seed=int(seed))[0] for env, seed in zip(self.envs, seeds)])
         self.discounted_returns, self.returns = np.zeros(self.num_envs), np.zeros(self.num_envs)
-        self.lengths = np.zeros(self.num_envs, int)
+        self.lengths = [0] * self.num_envs
         return self.normalise(raw_obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -231,22 +226,20 @@ class Environments:
         Returns the observations to act on next (N, D), those that the actions led to (N, D; another one where an
         episode ended), the scaled rewards, the terminations and the truncations (N,).
         """
-        raw_obs, raw_rewards, terminations, truncations, _ = zip(
-            *(env.step(action) for env, action in zip(self.envs, actions.clip(self.low, self.high)))
-        )
+        steps = [env.step(action) for env, action in zip(self.envs, actions.clip(self.low, self.high))]
+        raw_obs, raw_rewards, terminations, truncations, _ = zip(*steps)
         raw_rewards = np.array(raw_rewards)
         successors, rewards = self.normalise(np.array(raw_obs)), self.scale(raw_rewards)
+        next_obs, self.finished = successors.copy(), []
         self.returns += raw_rewards
-        self.lengths += 1
-        next_obs, self.finished = successors, []
-        for i, ended in enumerate(map(any, zip(terminations, truncations))):
-            if ended:
-                self.finished.append((i, float(self.returns[i]), int(self.lengths[i])))
+        for i in range(self.num_envs):
+            self.lengths[i] += 1
+            if terminations[i] or truncations[i]:
+                self.finished.append((i, float(self.returns[i]), self.lengths[i]))
                 self.recent_returns.append(float(self.returns[i]))
-                next_obs = next_obs.copy()
                 next_obs[i] = self.normalise(self.envs[i].reset()[0][None])
                 self.discounted_returns[i] = self.returns[i] = self.lengths[i] = 0
-        return next_obs, successors, rewards, np.array(terminations), np.array(truncations)
+        return next_obs, successors, rewards, terminations, truncations
 
     def normalise(self, raw_obs: np.ndarray) -> np.ndarray:
         """Count observations (M, D); (x - mean) / std, clipped, float32 ([37], continuous details 6 and 7)."""
@@ -274,13 +267,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """Policy and value function: two separate tanh networks, and a log-std that does not depend on the observation.
-
-    Args:
-        obs_dim: D, the length of the flat observation.
-        action_dim: A, the number of action components.
-        log_std_init: the log-std of all components at first.
-    """
+    """Policy and value function: two separate tanh networks, and a log-std that does not depend on the observation."""
 
     def __init__(self, obs_dim: int, action_dim: int, log_std_init: float = 0.0) -> None:
         super().__init__()
@@ -372,9 +359,8 @@ def minibatch_step(agent, args, theta, exp_avg, exp_avg_sq, adam_steps, learning
     beta1, beta2, epsilon = 0.9, 0.999, 1e-5  # Detail: epsilon 1e-5, not 1e-8 ([37], core detail 3)
 
     def loss_of(theta: torch.Tensor) -> tuple:
-        shapes = {name: parameter.shape for name, parameter in agent.named_parameters()}
-        views = theta.split([shape.numel() for shape in shapes.values()])
-        parameters = {name: view.view(shape) for (name, shape), view in zip(shapes.items(), views)}
+        views = theta.split([parameter.numel() for parameter in agent.parameters()])
+        parameters = {name: view.view(old.shape) for (name, old), view in zip(agent.named_parameters(), views)}
         return ppo_loss(*torch.func.functional_call(agent, parameters, (obs, actions)), *rest, args)
 
     grad, metrics = torch.func.grad(loss_of, has_aux=True)(theta)
@@ -407,11 +393,10 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, run_folder, checkpoint, parts, last_step)
 
-    obs = np.zeros((T, N, envs.obs_dim), np.float32)
-    successors = np.zeros((T, N, envs.obs_dim), np.float32)
+    obs, successors = np.zeros((2, T, N, envs.obs_dim), np.float32)
     actions = np.zeros((T, N, envs.action_dim), np.float32)
     rewards = np.zeros((T, N), np.float32)
-    terminations, truncations = np.zeros((T, N), bool), np.zeros((T, N), bool)
+    terminations, truncations = np.zeros((2, T, N), bool)
     step = accelerate(minibatch_step, agent, args)
     next_obs = None
 
@@ -488,8 +473,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     obs = envs.reset(model["global_step"], 1)
     while len(returns) < args.eval_episodes:
         obs, *_ = envs.step(mean_action(obs))
-        for i, episodic_return, _ in envs.finished:
-            returns.setdefault(i, episodic_return)  # the first episode of each environment
+        returns = {i: score for i, score, _ in envs.finished} | returns  # the first episode of each environment
     envs.close()
     returns = [returns[i] for i in range(args.eval_episodes)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes of the mean action")
@@ -553,9 +537,8 @@ class Run:
     """What a run writes: TensorBoard and W&B, checkpoints, a line of progress, the result."""
 
     def __init__(self, args: Args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int) -> None:
-        self.args, self.folder, self.parts, self.started = args, folder, parts, time.time()
-        before = checkpoint or {}
-        self.first_step, self.seconds = before.get("global_step", 0), before.get("seconds", 0)
+        self.args, self.folder, self.parts, before = args, folder, parts, checkpoint or {}
+        self.first_step, self.started = before.get("global_step", 0), time.time() - before.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -590,14 +573,14 @@ class Run:
 
     def progress(self, global_step: int, recent_returns: deque) -> None:
         """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
-        self.log(global_step, {"charts/SPS": (global_step - self.first_step) / (time.time() - self.started)})
+        self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
         if recent_returns:
             self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
         """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
-        seconds = self.seconds + time.time() - self.started
+        seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: state_of(self.parts[name]) for name in names or self.parts}
 
@@ -702,7 +685,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
     if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
-        sys.exit(f"error: --resume takes a run folder, which {given.resume} is not, and no --evaluate beside it")
+        sys.exit(f"error: --resume takes a run folder and stands without --evaluate; given: {given.resume}")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
     if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
         args = tyro.cli(Args)
@@ -735,9 +718,7 @@ def main() -> None:
         hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
-    except (gym.error.Error, OSError) as error:
-        sys.exit(f"error: {error}")
-    except FloatingPointError as error:
+    except (gym.error.Error, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 

@@ -92,7 +92,6 @@ import time
 import zipfile
 import zlib
 from collections import deque, namedtuple
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -111,7 +110,7 @@ from tqdm import tqdm
 Shape = namedtuple("Shape", "n_agents n_actions obs_dim state_dim")  # the sizes of a map: n, A, O, S
 
 
-@dataclass
+@dataclasses.dataclass
 class Args:
     """QMIX, VDN or independent Q-learning on StarCraft micromanagement."""
 
@@ -729,9 +728,8 @@ class Run:
     """What a run writes: TensorBoard and W&B, checkpoints, a line of progress, the result."""
 
     def __init__(self, args: Args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int) -> None:
-        self.args, self.folder, self.parts, self.started = args, folder, parts, time.time()
-        before = checkpoint or {}
-        self.first_step, self.seconds = before.get("global_step", 0), before.get("seconds", 0)
+        self.args, self.folder, self.parts, before = args, folder, parts, checkpoint or {}
+        self.first_step, self.started = before.get("global_step", 0), time.time() - before.get("seconds", 0)
         if args.upload_model:
             import huggingface_hub
 
@@ -766,14 +764,14 @@ class Run:
 
     def progress(self, global_step: int, recent_returns: deque) -> None:
         """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
-        self.log(global_step, {"charts/SPS": (global_step - self.first_step) / (time.time() - self.started)})
+        self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
         if recent_returns:
             self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
         """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
-        seconds = self.seconds + time.time() - self.started
+        seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: state_of(self.parts[name]) for name in names or self.parts}
 
@@ -845,7 +843,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
     if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
-        sys.exit(f"error: --resume takes a run folder, which {given.resume} is not, and no --evaluate beside it")
+        sys.exit(f"error: --resume takes a run folder and stands without --evaluate; given: {given.resume}")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
     if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
         args = tyro.cli(Args)
@@ -878,9 +876,7 @@ def main() -> None:
         hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
-    except (gym.error.Error, OSError) as error:
-        sys.exit(f"error: {error}")
-    except FloatingPointError as error:
+    except (gym.error.Error, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 
