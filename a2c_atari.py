@@ -139,7 +139,7 @@ class Args:
     def __post_init__(self) -> None:
         counts = "num_envs num_steps conv3_filters log_interval torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
-            sys.exit(f"error: {too_small[0]} must be at least 1")
+            sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.total_timesteps < self.num_envs * self.num_steps:

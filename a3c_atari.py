@@ -166,7 +166,7 @@ class Args:
     def __post_init__(self) -> None:
         counts = "total_timesteps num_workers num_steps log_interval torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
-            sys.exit(f"error: {too_small[0]} must be at least 1")
+            sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.max_episode_length < 10:  # the end of one with fewer frames than the next one's no-ops is not noticed

@@ -40,7 +40,7 @@ next, as an older copy of the network sees it.
 
 Where this differs from the papers or from common practice, and why:
   * The defaults are those of labml's annotated DQN, but for its replay of 2^14 transitions (`--buffer-size 16384`) and
-    its 32 million steps. Unlike there, rewards are clipped and draws are stratified, as in [DQN] and [PER]. As there, a
+    its 32 million steps. Rewards are clipped and draws stratified, as in [DQN] and [PER] but not there. As there, a
     layer of 512 stands before streams of 256; [DUEL]'s streams of 512 begin at the convolutions. [DUEL] clips gradients
     to norm 10, not 0.5, and scales those that enter the last convolution by 1/sqrt(2). [PER]'s learning rate, a quarter
     of [DQN]'s, is of RMSprop, whose steps do not compare with Adam's.
@@ -120,14 +120,14 @@ class Args:
     double: bool = True  # whether q_network chooses the action that target_network values
     dueling: bool = True  # whether the network has a stream for the state's value and one for the advantages
     target_interval: int = 250  # iterations between copies of the parameters to the target network
-    prioritized: bool = True  # whether transitions are drawn by priority, else all alike
+    prioritized: bool = True  # whether transitions are drawn by priority, else uniformly
     per_alpha: float = 0.6  # alpha: how much priorities count
     per_beta: float = 0.4  # beta at first: how much of the bias is corrected; it rises linearly to 1 over the run
     start_epsilon: float = 1.0  # probability of a random action at first
     middle_epsilon: float = 0.1  # ... after --middle-fraction of the run
-    middle_fraction: float = 0.025  # fraction of the run in which epsilon falls to --middle-epsilon
+    middle_fraction: float = 0.025  # fraction of the run by whose end epsilon has fallen to --middle-epsilon
     end_epsilon: float = 0.01  # ... after --end-fraction of the run
-    end_fraction: float = 0.5  # fraction of the run in which epsilon falls to --end-epsilon
+    end_fraction: float = 0.5  # fraction of the run by whose end epsilon has fallen to --end-epsilon
     learning_rate: float = 1e-4  # step size of Adam
     adam_eps: float = 1e-8  # epsilon of Adam (Rainbow: 1.5e-4)
     max_grad_norm: float = 0.5  # norm to which gradients are clipped
@@ -161,7 +161,7 @@ class Args:
         counts = "num_envs num_steps updates batch_size n_step target_interval log_interval"
         counts += " torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
-            sys.exit(f"error: {too_small[0]} must be at least 1")
+            sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.middle_fraction > self.end_fraction:
@@ -558,7 +558,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
 
         # Learn from minibatches: [PER] Alg. 1, lines 8 to 15
-        learning = replay.count >= args.learning_starts
+        learning = replay.count >= args.learning_starts and replay.tree.nodes[1] > 0  # is there a row to draw?
         for _ in range(args.updates if learning else 0):
             rows, batch = replay.sample(args.batch_size, beta, rng)
             batch = (torch.from_numpy(column).to(device) for column in batch)

@@ -135,7 +135,7 @@ class Args:
     def __post_init__(self) -> None:
         counts = "num_envs num_steps update_epochs num_minibatches torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
-            sys.exit(f"error: {too_small[0]} must be at least 1")
+            sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         batch_size = self.num_envs * self.num_steps
@@ -239,7 +239,7 @@ class Environments:
                 self.recent_returns.append(float(self.returns[i]))
                 next_obs[i] = self.normalise(self.envs[i].reset()[0][None])
                 self.discounted_returns[i] = self.returns[i] = self.lengths[i] = 0
-        return next_obs, successors, rewards, terminations, truncations
+        return next_obs, successors, rewards, np.array(terminations), np.array(truncations)
 
     def normalise(self, raw_obs: np.ndarray) -> np.ndarray:
         """Count observations (M, D); (x - mean) / std, clipped, float32 ([37], continuous details 6 and 7)."""
@@ -664,7 +664,7 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
             fast = torch.compile(step, fullgraph=True, options=None if on_gpu else {"cpp_wrapper": True})
             torch.compiler.set_stance("default")
             fast(*copy.deepcopy(tensors))
-            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # shapes and types never change
+            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # shapes never change
         elif fast is None:
             fast = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
             if not on_gpu:  # there TorchScript compiles kernels of its own, with other rounding

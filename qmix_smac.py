@@ -166,7 +166,7 @@ class Args:
         counts = "num_envs rnn_hidden_dim mixing_embed_dim hypernet_embed epsilon_anneal_time batch_size test_interval "
         counts += "target_update_interval test_nepisode log_interval torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
-            sys.exit(f"error: {too_small[0]} must be at least 1")
+            sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.batch_size > self.buffer_size:

@@ -1,5 +1,6 @@
 """What the tests of the programs share: the smallest settings of each script, three ways to run it, and its files."""
 
+import contextlib
 import fcntl
 import importlib
 import itertools
@@ -141,7 +142,8 @@ class Run:
             self.process.start()
 
     def kill(self, signum=signal.SIGKILL):
-        os.kill(self.process.pid, signum)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(self.process.pid, signum)
 
     def wait(self, timeout=200):
         """The result; the status is minus the signal's number where a signal ended the process."""

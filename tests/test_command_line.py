@@ -46,9 +46,9 @@ WRONG = {  # in every script: {flags: (status, words that stderr holds)}
     "--seed": (2, "--seed"),
     "--capture-video maybe": (2, "maybe"),
     "--env-id !!": (1, "!!"),
-    "--eval-episodes 0": (1, "eval_episodes"),
-    "--checkpoint-interval 0": (1, "checkpoint_interval"),
-    "--torch-threads -1": (1, "torch_threads"),
+    "--eval-episodes 0": (1, "--eval-episodes"),
+    "--checkpoint-interval 0": (1, "--checkpoint-interval"),
+    "--torch-threads -1": (1, "--torch-threads"),
     "--learning-rate 0": (1, "--learning-rate"),
     "--learning-rate 1e39": (1, "--learning-rate"),
     "--learning-rate nan": (1, "--learning-rate"),
@@ -59,7 +59,7 @@ WRONG_ATARI = {
     "--env-id BraekoutNoFrameskip-v4": (1, "BraekoutNoFrameskip BreakoutNoFrameskip"),
     "--env-id ALE/Braekout-v5": (1, "Braekout Breakout"),
     "--env-id CartPole-v1": (1, "CartPole-v1"),
-    "--num-steps 0": (1, "num_steps"),
+    "--num-steps 0": (1, "--num-steps"),
     "--total-timesteps 0": (1, ""),
 }
 WRONG_OF = {
@@ -68,14 +68,14 @@ WRONG_OF = {
         "--env-id HalfCheeta-v4": (1, "HalfCheeta HalfCheetah"),
         "--env-id HalfCheetah-v9": (1, "HalfCheetah v9 v5"),
         "--env-id CartPole-v1": (1, "CartPole-v1 Discrete"),
-        "--num-envs 0": (1, "num_envs"),
+        "--num-envs 0": (1, "--num-envs"),
         "--total-timesteps 127": (1, "--total-timesteps 128"),
         "--num-minibatches 7": (1, "minibatches 7 128"),
         "--num-envs 1 --num-steps 16 --num-minibatches 16": (1, "minibatches 16"),
-        "--update-epochs 0": (1, "update_epochs"),
+        "--update-epochs 0": (1, "--update-epochs"),
     },
     "a2c_atari": WRONG_ATARI | {"--num-steps 500": (1, "--total-timesteps 1000")},
-    "a3c_atari": WRONG_ATARI | {"--num-workers 0": (1, "num_workers"), "--max-episode-length 5": (1, "10")},
+    "a3c_atari": WRONG_ATARI | {"--num-workers 0": (1, "--num-workers"), "--max-episode-length 5": (1, "10")},
     "dqn_per_atari": WRONG_ATARI
     | {
         "--num-steps 500": (1, "--total-timesteps 1000"),
@@ -87,7 +87,7 @@ WRONG_OF = {
     "qmix_smac": {
         "--env-id 3mm": (1, "3mm"),
         "--batch-size 25": (1, "25 24"),
-        "--rnn-hidden-dim 0": (1, "rnn_hidden_dim"),
+        "--rnn-hidden-dim 0": (1, "--rnn-hidden-dim"),
         "--save-replay": (1, "--save-replay"),
     },
 }

@@ -613,6 +613,19 @@ MODES = {
 }
 
 
+def test_learning_waits_until_something_can_be_drawn(tmp_path, tiny, monkeypatch):
+    """Whatever --learning-starts says: after the first iteration all rows still wait for their fifth reward."""
+    counts = []
+
+    def spy(self, *args, sample=dqn.Replay.sample):
+        counts.append(self.count)
+        return sample(self, *args)
+
+    monkeypatch.setattr(dqn.Replay, "sample", spy)
+    train(tmp_path, learning_starts=0, n_step=5)
+    assert counts == list(range(32, 161, 16))
+
+
 @pytest.mark.parametrize("mode", ["default", "three steps", "not prioritised", "plain DQN"])
 def test_a_tiny_game_is_learned(tmp_path, tiny, mode):
     options = MODES[mode] | dict(total_timesteps=640, updates=3, gamma=0.5, learning_rate=1e-3, target_interval=5)
