@@ -59,7 +59,9 @@ Where this differs from the papers or from their program, PyMARL, and why:
   * SMAX's reward is multiplied by ten, as in JaxMARL's own QMIX. So its maximum is 20, as in SMAC, but half of it is
     for damage and half for victory, where SMAC counts hit points, kills and victory. SMAX's state is scaled to 0..1,
     as SMAC's is. Its episodes have up to 101 steps: the limit is compared before the step is counted.
-  * Three faults of the package SMAC are mended: see the traps in `Smac`.
+  * Three faults of the package SMAC are mended: after a crash its step() returns `0, True, {}` (the episode is
+    dropped); the maximum that it divides rewards by counts units twice that appear late; a reset before the end of the
+    first episode launches a second program.
   * At each checkpoint, which holds the replay too, the environments begin new episodes, interrupted there or not. So
     resuming is exact to the bit, but not with StarCraft II, which keeps running with the seed of its launch.
 
