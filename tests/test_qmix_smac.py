@@ -880,7 +880,7 @@ def test_a_few_steps_in_every_mode(call, tmp_path, flags):
     "flags, words",
     [
         ("--batch-size 25", "24 25"),
-        ("--num-envs 0", "num_envs"),
+        ("--num-envs 0", "--num-envs"),
         ("--save-replay", "--save-replay SMAX"),
         ("--env-id smac/3m --capture-video", "--capture-video SMAX"),
         ("--env-id 3n", "3n 3m"),
