@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from pathlib import Path
 
@@ -1011,7 +1012,10 @@ def games(pids):
 
 def runs(pid):
     """Whether a process is there, and is no zombie."""
-    return Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
 
 
 def test_games_of_smac_go_on_from_episode_to_episode(stand_in, tmp_path, capfd):
@@ -1096,6 +1100,7 @@ def test_games_end_with_the_run(stand_in, tmp_path, signum):
     run = Run("qmix_smac", *SMALL, *flags, cwd=tmp_path, sabotage=find, env=env)
     wait_for(lambda: stand_in.exists() and len(games(stand_in)) >= 4, seconds=120)
     wait_for(lambda: list(tmp_path.glob("runs/*/checkpoint_*.pt")), seconds=60)
+    time.sleep(1)  # a signal in the first reset, which comes now, ends in gymnasium's own traceback
     run.kill(signum)
     result = run.wait(60)
     if signum != signal.SIGKILL:
