@@ -1100,7 +1100,7 @@ def test_games_end_with_the_run(stand_in, tmp_path, signum):
     run = Run("qmix_smac", *SMALL, *flags, cwd=tmp_path, sabotage=find, env=env)
     wait_for(lambda: stand_in.exists() and len(games(stand_in)) >= 4, seconds=120)
     wait_for(lambda: list(tmp_path.glob("runs/*/checkpoint_*.pt")), seconds=60)
-    time.sleep(1)  # a signal in the first reset, which comes now, ends in gymnasium's own traceback
+    time.sleep(4)  # a signal in the first reset, which comes now, ends in gymnasium's own traceback
     run.kill(signum)
     result = run.wait(60)
     if signum != signal.SIGKILL:
