@@ -664,7 +664,7 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
             fast = torch.compile(step, fullgraph=True, options=None if on_gpu else {"cpp_wrapper": True})
             torch.compiler.set_stance("default")
             fast(*copy.deepcopy(tensors))
-            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # shapes never change
+            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # for this process
         elif fast is None:
             fast = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
             if not on_gpu:  # there TorchScript compiles kernels of its own, with other rounding
