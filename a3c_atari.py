@@ -139,7 +139,7 @@ class Args:
     rmsprop_eps: float = 1e-5  # added to the average of squared gradients (with --torch-rmsprop: to its root)
     torch_rmsprop: bool = False  # whether RMSprop is PyTorch's instead of TensorFlow's
     lstm: bool = True  # whether the network has an LSTM and sees one frame; without, it sees four
-    crop: bool = True  # whether the network sees rows 34 to 194 of the screen only (MsPacman's maze begins above: --no-crop)
+    crop: bool = True  # whether the network sees rows 34 to 194 of the screen only (MsPacman needs more: --no-crop)
     max_episode_length: int = 27_000  # agent steps after which an episode is truncated (its first no-ops do not count)
     greedy: bool = False  # whether the evaluation plays the likeliest action instead of sampling the policy
     log_interval: int = 100  # updates of worker 0 between points of the losses in the log
