@@ -49,8 +49,9 @@ Where this differs from common practice, and why:
     first stack of an episode is padded with zeros.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
     `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
-  * At each checkpoint all environments begin new episodes with a seed made of (seed, global_step), interrupted there or
-    not: the vectorised emulator cannot save its state. So resuming is exact to the bit.
+  * At each checkpoint all environments begin new episodes, and the random numbers anew, with seeds made of (seed,
+    global_step), interrupted there or not: the vectorised emulator cannot save its state. So resuming is exact to the
+    bit.
 
 Steps are agent steps, four frames each. Two torch threads pay on a quiet machine (the convolutions are large enough)
 and lose on a busy one. `torchrun` divides the environments among processes, the ranks. Scores and speeds: README.md.
@@ -228,7 +229,7 @@ class AtariEnvs:
             self.recorded.append(int(self.played[0]))
             if over[0]:
                 self.record()
-        return next_obs, successors, np.sign(rewards), terminations, truncations
+        return next_obs, successors, np.sign(rewards).astype(np.float32), terminations, truncations
 
     def record(self) -> None:
         """Play the first episode again in colour, from its seed and actions, into a video in the run folder."""
@@ -241,11 +242,7 @@ class AtariEnvs:
             for action in self.recorded:  # frame by frame: an episode may be long
                 video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))
                 frames, *_ = envs.step(np.array([action]))
-        envs.close()
         self.recorded = None
-
-    def close(self) -> None:
-        self.envs.close()
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -365,14 +362,13 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     T, batch_size = args.num_steps, args.num_steps * args.num_envs
     device = choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
-    rng = np.random.default_rng(args.seed)  # the actions
     envs = AtariEnvs(args, N, run_folder, first=first)
     agent = Agent(envs.num_actions, args.conv3_filters, args.bf16).to(device)
     optimizer = RMSprop(agent.parameters(), args)
     if args.compile:
         agent.features, agent.heads = torch.compile(agent.features), torch.compile(agent.heads)
 
-    parts = {"agent": agent, "optimizer": optimizer, "rng": rng}  # all that the rest of a run depends on
+    parts = {"agent": agent, "optimizer": optimizer}  # all that the rest of a run depends on
     global_step = share(parts, restore(parts, checkpoint))
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, run_folder, checkpoint, parts, last_step) if first == 0 else SilentRun()
@@ -386,6 +382,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         if next_obs is None or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
             next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
+            rng = np.random.default_rng([args.seed, global_step])  # and new random numbers
         learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
 
         # Collect T steps in each environment with the policy held fixed: [A3C] Alg. S3, the inner "repeat"
@@ -434,7 +431,6 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             run.log(global_step, {"charts/learning_rate": learning_rate})
             run.progress(global_step, envs.recent_returns)
 
-    envs.close()
     leave_ranks()
     run.finish(global_step, "agent")
 
@@ -463,7 +459,6 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
         noise = 0 if args.greedy else rng.gumbel(size=logits.shape)
         obs, *_ = envs.step(sample(logits, noise))
         returns = {i: score for i, score, _ in envs.finished} | returns  # the first episode of each environment
-    envs.close()
     returns = [returns[i] for i in range(args.eval_episodes)]
     kind = "greedy" if args.greedy else "sampled"
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes of {kind} actions")
@@ -495,29 +490,17 @@ def load_checkpoint(path: Path) -> dict:
                 # Trap: torch.load compares no checksums, and reads nothing where an entry is marked as a folder
                 sound = not archive.testzip() and not any(entry.external_attr for entry in archive.infolist())
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            if sound and checkpoint["script"] == SCRIPT:
+            if sound and checkpoint["script"] == SCRIPT and Args(**checkpoint["args"]):
                 return checkpoint
-        print(f"note: {file} is damaged or no checkpoint of {SCRIPT}.py", file=sys.stderr)
+        print(f"note: {file} is damaged or no checkpoint of this {SCRIPT}.py", file=sys.stderr)
     sys.exit(f"error: no sound checkpoint in {path}")
-
-
-def state_of(part) -> object:
-    """The state of a tensor, a generator of numpy or anything with `state_dict`."""
-    if isinstance(part, torch.Tensor):
-        return part
-    return part.bit_generator.state if isinstance(part, np.random.Generator) else part.state_dict()
 
 
 def restore(parts: dict, checkpoint: dict | None) -> int:
     """Set all parts to their states in the checkpoint, in place. Returns its global step, 0 without a checkpoint."""
     try:
         for name, part in parts.items() if checkpoint else ():
-            if isinstance(part, torch.Tensor):
-                part.copy_(checkpoint[name])
-            elif isinstance(part, np.random.Generator):
-                part.bit_generator.state = checkpoint[name]
-            else:
-                part.load_state_dict(checkpoint[name])
+            part.load_state_dict(checkpoint[name])
         return checkpoint["global_step"] if checkpoint else 0
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
@@ -572,7 +555,7 @@ class Run:
         """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
-        return header | {name: state_of(self.parts[name]) for name in names or self.parts}
+        return header | {name: self.parts[name].state_dict() for name in names or self.parts}
 
     def save_checkpoint(self, global_step: int) -> None:
         """Write checkpoint_{global_step}.pt and keep the one before it."""
@@ -651,7 +634,7 @@ def share(parts: dict, global_step: int) -> int:
     """Give all ranks the parts and the global step of the first one. Returns that step."""
     if not dist.is_initialized():
         return global_step
-    states = [{"global_step": global_step} | {name: state_of(part) for name, part in parts.items()}]
+    states = [{"global_step": global_step} | {name: part.state_dict() for name, part in parts.items()}]
     dist.broadcast_object_list(states)
     return restore(parts, states[0])
 
@@ -681,20 +664,15 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
-    if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
-        sys.exit(f"error: --resume takes a run folder and stands without --evaluate; given: {given.resume}")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
     if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
         args = tyro.cli(Args)
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
     checkpoint = load_checkpoint(path)
-    try:
-        saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
-        if ":" in saved.env_id and saved.env_id != given.env_id:
-            sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    except (TypeError, LookupError) as error:
-        sys.exit(f"error: {path} holds other arguments than this script: {error}")
+    saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
+    if ":" in saved.env_id and saved.env_id != given.env_id:
+        sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
     args = tyro.cli(Args, default=saved)
     if args.env_id != saved.env_id:
         sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")

@@ -99,11 +99,7 @@ from typing import Literal
 
 if __name__ == "__mp_main__" and sys.platform == "linux":  # a worker, which has seconds of imports before it
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # it ends without a word on Ctrl-C,
-    ctypes.CDLL(None).prctl(1, signal.SIGINT)  # and by PR_SET_PDEATHSIG as soon as its parent ends,
-    if os.getppid() != int(os.environ["A3C_PARENT"]):  # Trap: which may have ended already
-        os._exit(1)
-else:
-    os.environ["A3C_PARENT"] = str(os.getpid())
+    ctypes.CDLL(None).prctl(1, signal.SIGINT)  # and by PR_SET_PDEATHSIG as soon as its parent ends
 
 import ale_py
 import gymnasium as gym
@@ -136,8 +132,7 @@ class Args:
     learning_rate: float = 1e-4  # step size of the optimiser
     anneal_lr: bool = False  # whether the learning rate falls linearly to zero over the run
     rmsprop_alpha: float = 0.99  # share of the old average of squared gradients in the new
-    rmsprop_eps: float = 1e-5  # added to the average of squared gradients (with --torch-rmsprop: to its root)
-    torch_rmsprop: bool = False  # whether RMSprop is PyTorch's instead of TensorFlow's
+    rmsprop_eps: float = 1e-5  # added to the average of squared gradients
     lstm: bool = True  # whether the network has an LSTM and sees one frame; without, it sees four
     crop: bool = True  # whether the network sees rows 34 to 194 of the screen only (MsPacman needs more: --no-crop)
     max_episode_length: int = 27_000  # agent steps after which an episode is truncated (its first no-ops do not count)
@@ -258,7 +253,7 @@ class AtariEnvs:
             self.recorded.append(int(self.played[0]))
             if over[0]:
                 self.record()
-        return next_obs, successors, np.sign(rewards), terminations, truncations
+        return next_obs, successors, np.sign(rewards).astype(np.float32), terminations, truncations
 
     def record(self) -> None:
         """Play the first episode again in colour, from its seed and actions, into a video in the run folder."""
@@ -271,11 +266,7 @@ class AtariEnvs:
             for action in self.recorded:  # frame by frame: an episode may be long
                 video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))
                 frames, *_ = envs.step(np.array([action]))
-        envs.close()
         self.recorded = None
-
-    def close(self) -> None:
-        self.envs.close()
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -420,21 +411,20 @@ class SharedRMSprop(nn.Module):
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2,   \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
 
-    PyTorch divides by \sqrt{g} + \epsilon and starts at zero (`--torch-rmsprop`): where gradients are small (say 1e-4,
-    and epsilon 1e-5) its steps are 30 times as large.
+    PyTorch divides by \sqrt{g} + \epsilon and starts at zero: where gradients are small (say 1e-4, and epsilon 1e-5)
+    its steps are 30 times as large.
     """
 
     def __init__(self, num_parameters: int, args: Args) -> None:
         super().__init__()
         self.args = args
-        self.square_avg = nn.Buffer(torch.full((num_parameters,), 0.0 if args.torch_rmsprop else 1.0))
+        self.square_avg = nn.Buffer(torch.ones(num_parameters))
 
     def step(self, theta: torch.Tensor, grad: torch.Tensor, learning_rate: float) -> None:
         alpha, eps = self.args.rmsprop_alpha, self.args.rmsprop_eps
         average = (self.square_avg * alpha).addcmul_(grad, grad, value=1 - alpha)
         self.square_avg.copy_(average)  # `average` has our gradient in it, whatever others write meanwhile
-        root = average.sqrt_().add_(eps) if self.args.torch_rmsprop else average.add_(eps).sqrt_()
-        theta.addcdiv_(grad, root, value=-learning_rate)
+        theta.addcdiv_(grad, average.add_(eps).sqrt_(), value=-learning_rate)
 
 
 @dataclasses.dataclass
@@ -445,7 +435,7 @@ class Shared:
     optimizers: nn.ModuleList  # one for all workers, or one for each
     steps: torch.Tensor  # agent steps of each worker, who alone writes there: their sum is exact without a lock
     checkpoint_step: torch.Tensor  # agent steps of all at the last checkpoint (), written by the parent
-    metrics: SimpleQueue  # to the parent: (global_step, {tag: value}) for the log, or None from who has stopped
+    metrics: SimpleQueue  # to the parent: (global_step, {tag: value}) for the log; nothing in it from who has stopped
 
 
 def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> None:
@@ -486,7 +476,6 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
             b_obs, actions, chosen, rewards, terminations, truncations = map(np.concatenate, zip(*rollout))
             logits, values = local_model(torch.from_numpy(np.concatenate([b_obs, successor])).to(device), first_state)
             v = values.detach().cpu().numpy()  # (t + 1,)
-            rewards = rewards.astype(np.float32)
             advantages = compute_gae(rewards, v[:-1], v[1:], terminations, truncations, args.gamma, args.gae_lambda)
             batch = (actions, chosen, advantages, advantages + v[:-1])
             loss, metrics = a3c_loss(logits[:-1], values[:-1], *(torch.from_numpy(x).to(device) for x in batch), args)
@@ -510,7 +499,7 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
                 metrics |= {"losses/grad_norm": grad_norm.item(), "charts/learning_rate": learning_rate}
                 shared.metrics.put((global_step, metrics))
 
-        shared.metrics.put(None)
+        shared.metrics.put((global_step, {}))
         while int(shared.checkpoint_step) == checkpoint_step:  # until all have stopped, and the parent has saved
             time.sleep(0.01)
 
@@ -543,12 +532,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         while stopped < args.num_workers:
             workers.join(timeout=0.1)  # where one has failed, this ends the others and says why
             while not shared.metrics.empty():
-                if (message := shared.metrics.get()) is None:
-                    stopped += 1
-                    continue
-                step, scalars = message
+                step, scalars = shared.metrics.get()
                 run.log(step, scalars)
-                if "charts/episodic_return" in scalars:
+                if not scalars:
+                    stopped += 1
+                elif "charts/episodic_return" in scalars:
                     recent_returns.append(scalars["charts/episodic_return"])
                 else:
                     run.progress(step, recent_returns)
@@ -589,7 +577,6 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
         going = torch.from_numpy(~(terminations | truncations)).to(device)[:, None]
         state = tuple(part * going for part in state)
         returns = {i: score for i, score, _ in envs.finished} | returns  # the first episode of each environment
-    envs.close()
     returns = [returns[i] for i in range(args.eval_episodes)]
     kind = "greedy" if args.greedy else "sampled"
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes of {kind} actions")
@@ -621,29 +608,17 @@ def load_checkpoint(path: Path) -> dict:
                 # Trap: torch.load compares no checksums, and reads nothing where an entry is marked as a folder
                 sound = not archive.testzip() and not any(entry.external_attr for entry in archive.infolist())
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            if sound and checkpoint["script"] == SCRIPT:
+            if sound and checkpoint["script"] == SCRIPT and Args(**checkpoint["args"]):
                 return checkpoint
-        print(f"note: {file} is damaged or no checkpoint of {SCRIPT}.py", file=sys.stderr)
+        print(f"note: {file} is damaged or no checkpoint of this {SCRIPT}.py", file=sys.stderr)
     sys.exit(f"error: no sound checkpoint in {path}")
-
-
-def state_of(part) -> object:
-    """The state of a tensor, a generator of numpy or anything with `state_dict`."""
-    if isinstance(part, torch.Tensor):
-        return part
-    return part.bit_generator.state if isinstance(part, np.random.Generator) else part.state_dict()
 
 
 def restore(parts: dict, checkpoint: dict | None) -> int:
     """Set all parts to their states in the checkpoint, in place. Returns its global step, 0 without a checkpoint."""
     try:
         for name, part in parts.items() if checkpoint else ():
-            if isinstance(part, torch.Tensor):
-                part.copy_(checkpoint[name])
-            elif isinstance(part, np.random.Generator):
-                part.bit_generator.state = checkpoint[name]
-            else:
-                part.load_state_dict(checkpoint[name])
+            part.load_state_dict(checkpoint[name])
         return checkpoint["global_step"] if checkpoint else 0
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
@@ -698,7 +673,7 @@ class Run:
         """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
-        return header | {name: state_of(self.parts[name]) for name in names or self.parts}
+        return header | {name: self.parts[name].state_dict() for name in names or self.parts}
 
     def save_checkpoint(self, global_step: int) -> None:
         """Write checkpoint_{global_step}.pt and keep the one before it."""
@@ -776,20 +751,15 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
-    if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
-        sys.exit(f"error: --resume takes a run folder and stands without --evaluate; given: {given.resume}")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
     if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
         args = tyro.cli(Args)
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
     checkpoint = load_checkpoint(path)
-    try:
-        saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
-        if ":" in saved.env_id and saved.env_id != given.env_id:
-            sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    except (TypeError, LookupError) as error:
-        sys.exit(f"error: {path} holds other arguments than this script: {error}")
+    saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
+    if ":" in saved.env_id and saved.env_id != given.env_id:
+        sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
     args = tyro.cli(Args, default=saved)
     if args.env_id != saved.env_id:
         sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")

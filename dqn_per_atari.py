@@ -60,8 +60,9 @@ Where this differs from the papers or from common practice, and why:
   * Rewards are clipped to their sign for learning only; what is logged is the score of the whole episode.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
     `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
-  * At each checkpoint all environments begin new episodes with a seed made of (seed, global_step), interrupted there or
-    not: the vectorised emulator cannot save its state. So resuming is exact to the bit.
+  * At each checkpoint all environments begin new episodes, and the random numbers anew, with seeds made of (seed,
+    global_step), interrupted there or not: the vectorised emulator cannot save its state. So resuming is exact to the
+    bit.
 
 A file live.json in the folder of a run changes its learning rate: {"learning_rate": 5e-5}. It is taken over at a
 checkpoint, made for it, and deleted. Scores and speeds: README.md.
@@ -256,7 +257,7 @@ class AtariEnvs:
             self.recorded.append(int(self.played[0]))
             if over[0]:
                 self.record()
-        return next_obs, successors, np.sign(rewards), terminations, truncations
+        return next_obs, successors, np.sign(rewards).astype(np.float32), terminations, truncations
 
     def record(self) -> None:
         """Play the first episode again in colour, from its seed and actions, into a video in the run folder."""
@@ -269,11 +270,7 @@ class AtariEnvs:
             for action in self.recorded:  # frame by frame: an episode may be long
                 video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))
                 frames, *_ = envs.step(np.array([action]))
-        envs.close()
         self.recorded = None
-
-    def close(self) -> None:
-        self.envs.close()
 
 
 class QNetwork(nn.Module):
@@ -512,7 +509,6 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     device = choose_device(args)
     speed_up_cpu()
     torch.manual_seed(args.seed)  # the parameters
-    rng = np.random.default_rng(args.seed)  # the exploration and the minibatches
     envs = AtariEnvs(args, args.num_envs, run_folder)
     q_network, target_network = (QNetwork(envs.num_actions, args.dueling, args.bf16).to(device) for _ in range(2))
     if args.bf16:
@@ -521,11 +517,10 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)
     replay = Replay(args)
     note_memory(replay.frames.nbytes)
-    mode = "reduce-overhead" if device.type == "cuda" else None
-    loss_function = torch.compile(td_loss, mode=mode) if args.compile else td_loss
+    loss_function = torch.compile(td_loss) if args.compile else td_loss
 
     # All that the rest of a run depends on
-    parts = {"agent": q_network, "target_network": target_network, "optimizer": optimizer, "rng": rng}
+    parts = {"agent": q_network, "target_network": target_network, "optimizer": optimizer}
     parts |= {"replay": replay} if args.checkpoint_replay else {}
     global_step = restore(parts, checkpoint)
     steps = args.num_steps * args.num_envs  # agent steps per iteration
@@ -541,6 +536,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             optimizer.param_groups[0]["lr"] = args.learning_rate = live_rate or args.learning_rate
             run.save_checkpoint(global_step)
             obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
+            rng = np.random.default_rng([args.seed, global_step])  # and new random numbers
             if live_rate:  # it is in the checkpoint now
                 (run_folder / "live.json").unlink(missing_ok=True)
         fraction = global_step / last_step  # of the run
@@ -581,7 +577,6 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             run.log(global_step, metrics)
             run.progress(global_step, envs.recent_returns)
 
-    envs.close()
     run.finish(global_step, "agent")
 
 
@@ -608,10 +603,9 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     while len(returns) < args.eval_episodes:
         obs, *_ = envs.step(epsilon_greedy(q_network, obs, args.eval_epsilon, rng))
         returns = {i: score for i, score, _ in envs.finished} | returns  # the first episode of each environment
-    envs.close()
     returns = [returns[i] for i in range(args.eval_episodes)]
-    kind = f"epsilon {args.eval_epsilon:g}"
-    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes of {kind}")
+    spread = f"+- {np.std(returns):.2f}, {len(returns)} episodes of epsilon {args.eval_epsilon:g}"
+    print(f"evaluation: {np.mean(returns):.2f} {spread}")
     return {"episodic_return": returns}
 
 
@@ -642,8 +636,7 @@ def note_memory(size: int) -> None:
     with contextlib.suppress(OSError, TypeError):
         free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
         if size > free:
-            taken = f"{size / 1e9:.1f} GB of memory when full"
-            print(f"note: the replay takes {taken}, and {free / 1e9:.1f} GB are free", file=sys.stderr)
+            print(f"note: a full replay takes {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", file=sys.stderr)
 
 
 def choose_device(args: Args) -> torch.device:
@@ -671,29 +664,17 @@ def load_checkpoint(path: Path) -> dict:
                 # Trap: torch.load compares no checksums, and reads nothing where an entry is marked as a folder
                 sound = not archive.testzip() and not any(entry.external_attr for entry in archive.infolist())
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            if sound and checkpoint["script"] == SCRIPT:
+            if sound and checkpoint["script"] == SCRIPT and Args(**checkpoint["args"]):
                 return checkpoint
-        print(f"note: {file} is damaged or no checkpoint of {SCRIPT}.py", file=sys.stderr)
+        print(f"note: {file} is damaged or no checkpoint of this {SCRIPT}.py", file=sys.stderr)
     sys.exit(f"error: no sound checkpoint in {path}")
-
-
-def state_of(part) -> object:
-    """The state of a tensor, a generator of numpy or anything with `state_dict`."""
-    if isinstance(part, torch.Tensor):
-        return part
-    return part.bit_generator.state if isinstance(part, np.random.Generator) else part.state_dict()
 
 
 def restore(parts: dict, checkpoint: dict | None) -> int:
     """Set all parts to their states in the checkpoint, in place. Returns its global step, 0 without a checkpoint."""
     try:
         for name, part in parts.items() if checkpoint else ():
-            if isinstance(part, torch.Tensor):
-                part.copy_(checkpoint[name])
-            elif isinstance(part, np.random.Generator):
-                part.bit_generator.state = checkpoint[name]
-            else:
-                part.load_state_dict(checkpoint[name])
+            part.load_state_dict(checkpoint[name])
         return checkpoint["global_step"] if checkpoint else 0
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
@@ -748,7 +729,7 @@ class Run:
         """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
-        return header | {name: state_of(self.parts[name]) for name in names or self.parts}
+        return header | {name: self.parts[name].state_dict() for name in names or self.parts}
 
     def save_checkpoint(self, global_step: int) -> None:
         """Write checkpoint_{global_step}.pt and keep the one before it."""
@@ -804,20 +785,15 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
-    if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
-        sys.exit(f"error: --resume takes a run folder and stands without --evaluate; given: {given.resume}")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
     if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
         args = tyro.cli(Args)
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
     checkpoint = load_checkpoint(path)
-    try:
-        saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
-        if ":" in saved.env_id and saved.env_id != given.env_id:
-            sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    except (TypeError, LookupError) as error:
-        sys.exit(f"error: {path} holds other arguments than this script: {error}")
+    saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
+    if ":" in saved.env_id and saved.env_id != given.env_id:
+        sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
     args = tyro.cli(Args, default=saved)
     if args.env_id != saved.env_id:
         sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")

@@ -45,8 +45,9 @@ Where this differs from common practice, and why:
     step. The statistics begin with a count of 0, gymnasium's with 1e-4.
   * Logged losses and KL divergences are means over the minibatches of the last epoch, which is also what `--target-kl`
     looks at. CleanRL logs and compares the last minibatch, and so stops elsewhere.
-  * At each checkpoint the environments begin new episodes with a seed made of (seed, global_step), interrupted there
-    or not: gymnasium's common interface cannot save a simulator's state. So resuming is exact to the bit.
+  * At each checkpoint the environments begin new episodes, and the random numbers anew, with seeds made of (seed,
+    global_step), interrupted there or not: gymnasium's common interface cannot save a simulator's state. So resuming is
+    exact to the bit.
 
 The networks are small: one thread of the CPU is the default, and a GPU would wait most of the time. Steps are agent
 steps. Scores and speeds: README.md.
@@ -379,16 +380,16 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     T, N, device = args.num_steps, args.num_envs, choose_device(args)
     batch_size = T * N
     torch.manual_seed(args.seed)  # the parameters
-    rng = np.random.default_rng(args.seed)  # the noise and the minibatches
     envs = Environments(args, N, run_folder)
     agent = Agent(envs.obs_dim, envs.action_dim, args.log_std_init).to(device)
     theta = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
     nn.utils.vector_to_parameters(theta, agent.parameters())  # from here on they are views of theta
-    exp_avg, exp_avg_sq = torch.zeros_like(theta), torch.zeros_like(theta)
-    adam_steps = torch.zeros((), dtype=torch.int64, device=device)
+    adam = nn.Module()  # its state
+    adam.exp_avg, adam.exp_avg_sq = nn.Buffer(torch.zeros_like(theta)), nn.Buffer(torch.zeros_like(theta))
+    adam.steps = nn.Buffer(torch.zeros((), dtype=torch.int64, device=device))
 
-    parts = {"agent": agent, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "adam_steps": adam_steps, "rng": rng}
-    parts |= {"obs_stats": envs.obs_stats, "return_stats": envs.return_stats}  # all that the rest of a run depends on
+    # All that the rest of a run depends on
+    parts = {"agent": agent, "adam": adam, "obs_stats": envs.obs_stats, "return_stats": envs.return_stats}
     global_step = restore(parts, checkpoint)
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, run_folder, checkpoint, parts, last_step)
@@ -404,6 +405,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         if next_obs is None or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
             next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
+            rng = np.random.default_rng([args.seed, global_step])  # and new random numbers
         learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
 
         # Collect T steps in each environment: [PPO] Alg. 1, line 3. The parameters stay; the statistics move
@@ -432,7 +434,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
         # K epochs of minibatches: [PPO] Alg. 1, line 6
         alpha = torch.tensor(learning_rate, dtype=torch.float64, device=device)
-        state = (theta, exp_avg, exp_avg_sq, adam_steps, alpha)
+        state = (theta, adam.exp_avg, adam.exp_avg_sq, adam.steps, alpha)
         batch = (b_obs, b_actions, b_logprobs, b_values, b_advantages, b_returns)
         for _ in range(args.update_epochs):
             order = torch.from_numpy(rng.permutation(T * N)).to(device)
@@ -505,29 +507,17 @@ def load_checkpoint(path: Path) -> dict:
                 # Trap: torch.load compares no checksums, and reads nothing where an entry is marked as a folder
                 sound = not archive.testzip() and not any(entry.external_attr for entry in archive.infolist())
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            if sound and checkpoint["script"] == SCRIPT:
+            if sound and checkpoint["script"] == SCRIPT and Args(**checkpoint["args"]):
                 return checkpoint
-        print(f"note: {file} is damaged or no checkpoint of {SCRIPT}.py", file=sys.stderr)
+        print(f"note: {file} is damaged or no checkpoint of this {SCRIPT}.py", file=sys.stderr)
     sys.exit(f"error: no sound checkpoint in {path}")
-
-
-def state_of(part) -> object:
-    """The state of a tensor, a generator of numpy or anything with `state_dict`."""
-    if isinstance(part, torch.Tensor):
-        return part
-    return part.bit_generator.state if isinstance(part, np.random.Generator) else part.state_dict()
 
 
 def restore(parts: dict, checkpoint: dict | None) -> int:
     """Set all parts to their states in the checkpoint, in place. Returns its global step, 0 without a checkpoint."""
     try:
         for name, part in parts.items() if checkpoint else ():
-            if isinstance(part, torch.Tensor):
-                part.copy_(checkpoint[name])
-            elif isinstance(part, np.random.Generator):
-                part.bit_generator.state = checkpoint[name]
-            else:
-                part.load_state_dict(checkpoint[name])
+            part.load_state_dict(checkpoint[name])
         return checkpoint["global_step"] if checkpoint else 0
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
@@ -582,7 +572,7 @@ class Run:
         """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
-        return header | {name: state_of(self.parts[name]) for name in names or self.parts}
+        return header | {name: self.parts[name].state_dict() for name in names or self.parts}
 
     def save_checkpoint(self, global_step: int) -> None:
         """Write checkpoint_{global_step}.pt and keep the one before it."""
@@ -684,20 +674,15 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
-    if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
-        sys.exit(f"error: --resume takes a run folder and stands without --evaluate; given: {given.resume}")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
     if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
         args = tyro.cli(Args)
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
     checkpoint = load_checkpoint(path)
-    try:
-        saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
-        if ":" in saved.env_id and saved.env_id != given.env_id:
-            sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    except (TypeError, LookupError) as error:
-        sys.exit(f"error: {path} holds other arguments than this script: {error}")
+    saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
+    if ":" in saved.env_id and saved.env_id != given.env_id:
+        sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
     args = tyro.cli(Args, default=saved)
     if args.env_id != saved.env_id:
         sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")

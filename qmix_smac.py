@@ -62,8 +62,9 @@ Where this differs from the papers or from their program, PyMARL, and why:
   * Three faults of the package SMAC are mended: after a crash its step() returns `0, True, {}` (the episode is
     dropped); the maximum that it divides rewards by counts units twice that appear late; a reset before the end of the
     first episode launches a second program.
-  * At each checkpoint, which holds the replay too, the environments begin new episodes, interrupted there or not. So
-    resuming is exact to the bit, but not with StarCraft II, which keeps running with the seed of its launch.
+  * At each checkpoint, which holds the replay too, the environments begin new episodes and the random numbers begin
+    anew, interrupted there or not. So resuming is exact to the bit, but not with StarCraft II, which keeps running with
+    the seed of its launch.
 
 Steps are those of the team. SMAX runs on the CPU, whatever torch's device is. `--env-id smac/3m`, the real SMAC, needs
 StarCraft II (README.md). It was tested with a stand-in, never with StarCraft II itself. Scores and speeds: README.md.
@@ -572,7 +573,6 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
     N, device = args.num_envs, choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
-    rng = np.random.default_rng(args.seed)  # the exploration and the minibatches
     envs = TeamEnvs(args, N, run_folder)
     test_envs = TeamEnvs(args, min(N, args.test_nepisode), run_folder, "test")
     agent, mixer = (network.to(device) for network in make_networks(args, envs.shape))
@@ -580,11 +580,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     parameters = [*agent.parameters(), *mixer.parameters()]
     optimizers = {"adam": torch.optim.Adam, "rmsprop": functools.partial(torch.optim.RMSprop, alpha=args.optim_alpha)}
     optimizer = optimizers[args.optimizer](parameters, args.learning_rate, eps=args.optim_eps)
-    replay, updates_due = EpisodeReplay(args.buffer_size), torch.zeros((), dtype=torch.float64)
+    replay = EpisodeReplay(args.buffer_size)
 
     # All that the rest of a run depends on
     parts = {"agent": agent, "mixer": mixer, "target_agent": target_agent, "target_mixer": target_mixer}
-    parts |= {"optimizer": optimizer, "replay": replay, "updates_due": updates_due, "rng": rng}
+    parts |= {"optimizer": optimizer, "replay": replay}
     global_step = restore(parts, checkpoint)
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, run_folder, checkpoint, parts, last_step)
@@ -601,6 +601,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         if hidden is None or global_step % args.checkpoint_interval < N:
             run.save_checkpoint(global_step)
             envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
+            rng = np.random.default_rng([args.seed, global_step])  # and new random numbers
             hidden, metrics = agent.first_hidden(N), {}
         learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
         epsilon = np.interp(global_step, [0, args.epsilon_anneal_time], [args.epsilon_start, args.epsilon_finish])
@@ -615,10 +616,10 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": len(episode.rewards)})
             run.log(global_step, {"charts/battle_won": won})
             replay.add(episode)
-            updates_due += args.updates_per_episode if replay.added >= args.batch_size else 0
 
-            while updates_due >= 1:
-                updates_due -= 1
+            # Updates are due for each episode from the batch_size-th on: how many until now, and how many before?
+            now, before = (max(0, replay.added - args.batch_size + i) * args.updates_per_episode for i in (1, 0))
+            for _ in range(int(now) - int(before)):
                 batch = Episode(*(tensor.to(device) for tensor in replay.sample(args.batch_size, rng)))
                 loss, metrics = qmix_loss(agent, mixer, target_agent, target_mixer, batch, args)
                 optimizer.zero_grad()
@@ -698,29 +699,17 @@ def load_checkpoint(path: Path) -> dict:
                 # Trap: torch.load compares no checksums, and reads nothing where an entry is marked as a folder
                 sound = not archive.testzip() and not any(entry.external_attr for entry in archive.infolist())
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            if sound and checkpoint["script"] == SCRIPT:
+            if sound and checkpoint["script"] == SCRIPT and Args(**checkpoint["args"]):
                 return checkpoint
-        print(f"note: {file} is damaged or no checkpoint of {SCRIPT}.py", file=sys.stderr)
+        print(f"note: {file} is damaged or no checkpoint of this {SCRIPT}.py", file=sys.stderr)
     sys.exit(f"error: no sound checkpoint in {path}")
-
-
-def state_of(part) -> object:
-    """The state of a tensor, a generator of numpy or anything with `state_dict`."""
-    if isinstance(part, torch.Tensor):
-        return part
-    return part.bit_generator.state if isinstance(part, np.random.Generator) else part.state_dict()
 
 
 def restore(parts: dict, checkpoint: dict | None) -> int:
     """Set all parts to their states in the checkpoint, in place. Returns its global step, 0 without a checkpoint."""
     try:
         for name, part in parts.items() if checkpoint else ():
-            if isinstance(part, torch.Tensor):
-                part.copy_(checkpoint[name])
-            elif isinstance(part, np.random.Generator):
-                part.bit_generator.state = checkpoint[name]
-            else:
-                part.load_state_dict(checkpoint[name])
+            part.load_state_dict(checkpoint[name])
         return checkpoint["global_step"] if checkpoint else 0
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
@@ -775,7 +764,7 @@ class Run:
         """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
-        return header | {name: state_of(self.parts[name]) for name in names or self.parts}
+        return header | {name: self.parts[name].state_dict() for name in names or self.parts}
 
     def save_checkpoint(self, global_step: int) -> None:
         """Write checkpoint_{global_step}.pt and keep the one before it."""
@@ -844,20 +833,15 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
-    if given.resume and (given.evaluate or not Path(given.resume).is_dir()):
-        sys.exit(f"error: --resume takes a run folder and stands without --evaluate; given: {given.resume}")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
     if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
         args = tyro.cli(Args)
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
     checkpoint = load_checkpoint(path)
-    try:
-        saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
-        if ":" in saved.env_id and saved.env_id != given.env_id:
-            sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    except (TypeError, LookupError) as error:
-        sys.exit(f"error: {path} holds other arguments than this script: {error}")
+    saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
+    if ":" in saved.env_id and saved.env_id != given.env_id:
+        sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
     args = tyro.cli(Args, default=saved)
     if args.env_id != saved.env_id:
         sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")

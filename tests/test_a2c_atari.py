@@ -422,7 +422,7 @@ def test_training_is_the_papers_gradient_and_rmsprop(tmp_path, name):
     args = tape.args
     assert (tape.terminations & ~tape.over).any() and tape.truncations.any() and not tape.chosen.all()
     torch.manual_seed(args.seed)
-    rng = np.random.default_rng(args.seed)
+    rng = np.random.default_rng([args.seed, 0])
     parameters = [p.detach().double().requires_grad_() for p in a2c.Agent(4, args.conv3_filters).parameters()]
     initial = nn.utils.parameters_to_vector(parameters).detach()
     squares = [torch.ones_like(p) for p in parameters]
@@ -686,7 +686,7 @@ def test_videos_are_of_the_episodes_that_were_played(tmp_path, monkeypatch, emul
     from imageio_ffmpeg import read_frames
 
     monkeypatch.setattr(Emulator, "frames", 320)
-    options = dict(env_id="ALE/SpaceInvaders-v5", total_timesteps=400, checkpoint_interval=200, num_envs=2)
+    options = dict(env_id="ALE/SpaceInvaders-v5", total_timesteps=400, checkpoint_interval=200, num_envs=2, seed=2)
     a2c.train(make_args(**options, capture_video=True), tmp_path, None)
 
     def episodes(emulator):

@@ -416,7 +416,7 @@ def run_worker(module, rank=0, loss=None):
     shared = SimpleNamespace(theta=theta, steps=torch.zeros(args.num_workers, dtype=torch.int64))
     shared.optimizers = [SimpleNamespace(step=lambda theta, gradient, rate: gradients.append(gradient.clone()))]
     shared.checkpoint_step = torch.tensor(0)
-    shared.metrics = SimpleNamespace(put=lambda point: point or shared.checkpoint_step.fill_(args.total_timesteps))
+    shared.metrics = SimpleNamespace(put=lambda point: point[1] or shared.checkpoint_step.fill_(args.total_timesteps))
     torch.manual_seed(0)
     module.actor_learner(rank, args, Path(), shared)
     return seen, gradients

@@ -150,7 +150,7 @@ def train(env_class, folder, **options):
 
 
 def assert_finite(checkpoint):
-    for tensor in (*checkpoint["agent"].values(), checkpoint["exp_avg"], checkpoint["exp_avg_sq"]):
+    for tensor in (*checkpoint["agent"].values(), *checkpoint["adam"].values()):
         assert tensor.isfinite().all()
     for stats in (checkpoint["obs_stats"], checkpoint["return_stats"]):
         assert stats["mean"].isfinite().all() and stats["m2"].isfinite().all()
@@ -603,7 +603,7 @@ def plain_ppo(args):
     torch.manual_seed(args.seed)
     agent = ppo.Agent(2, 2, args.log_std_init)
     adam = torch.optim.Adam(agent.parameters(), eps=1e-5)
-    rng, seen, discounted, scaled, episodes, updates = np.random.default_rng(args.seed), [], [], [], [], []
+    seen, discounted, scaled, episodes, updates = [], [], [], [], []
 
     def normalise(rows):
         seen.extend(rows)
@@ -612,7 +612,7 @@ def plain_ppo(args):
 
     for first in range(0, args.total_timesteps, T * N):
         if first % args.checkpoint_interval == 0:
-            envs, R = [Drift() for _ in range(N)], [0.0] * N
+            envs, R, rng = [Drift() for _ in range(N)], [0.0] * N, np.random.default_rng([args.seed, first])
             seeds = np.random.SeedSequence([args.seed, first]).generate_state(N)
             obs = normalise([env.reset(seed=int(seed))[0] for env, seed in zip(envs, seeds)])
         noise = torch.from_numpy(rng.standard_normal((T, N, 2), np.float32))

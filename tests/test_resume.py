@@ -8,6 +8,7 @@ import functools
 import importlib
 import io
 import json
+import math
 import os
 import random
 import resource
@@ -17,6 +18,7 @@ import signal
 import time
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -102,6 +104,16 @@ def test_the_last_two_checkpoints_are_kept(reference, script):
     before, last = map(step_of, checkpoints(reference))
     assert last == load(reference / "model.pt")["global_step"] >= total(script) > before
     assert last - before <= interval(script) and not list(reference.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("script", [PPO, "a2c_atari", "dqn_per_atari", "qmix_smac"], indirect=True, scope="session")
+def test_random_numbers_begin_anew_at_each_checkpoint_and_do_not_repeat(call, monkeypatch, script):
+    make, keys = np.random.default_rng, []
+    monkeypatch.setattr("numpy.random.default_rng", lambda key: keys.append(key) or make(key))
+    assert call(script, *SMALL[script], "--seed", "3").status == 0
+    seeds, steps = zip(*(key for key in keys if len(key) == 2))  # the evaluation's key has a third part
+    assert set(seeds) == {3} and len(steps) == math.ceil(total(script) / interval(script))
+    assert steps[0] == 0 and all(0 <= step - k * interval(script) < 130 for k, step in enumerate(steps))
 
 
 # Kills
@@ -250,7 +262,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(interrupted, m
     damage(newest, how)
     assert_identical(module.load_checkpoint(folder), load(before))
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"note: {newest} is damaged or no checkpoint of {PPO}.py")
+    assert line.startswith(f"note: {newest} is damaged or no checkpoint of this {PPO}.py")
     before.unlink()
     with pytest.raises(SystemExit, match=r"^error: no sound checkpoint in \S*$"):
         module.load_checkpoint(folder)
