@@ -384,7 +384,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     agent = Agent(envs.obs_dim, envs.action_dim, args.log_std_init).to(device)
     theta = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
     nn.utils.vector_to_parameters(theta, agent.parameters())  # from here on they are views of theta
-    adam = nn.Module()  # its state
+    adam = nn.Module()  # Adam's state: a module, since it can be saved
     adam.exp_avg, adam.exp_avg_sq = nn.Buffer(torch.zeros_like(theta)), nn.Buffer(torch.zeros_like(theta))
     adam.steps = nn.Buffer(torch.zeros((), dtype=torch.int64, device=device))
 
