@@ -22,7 +22,7 @@ returned more than the value function expected more likely, fits the value funct
 
     symbol          variable           shape            meaning (T num_steps, N num_envs, B = T * N)
     s_t             obs                (N, 4, 84, 84)   the last four frames, uint8, one per agent step
-    a_t             actions            (T, N)           index of a joystick position
+    a_t             actions            (T, N)           index among the environment's actions
     r_t             rewards            (T, N)           reward, its sign only
     R_t             returns            (T, N)           n-step return, [A3C] Alg. S3
     A               advantages         (T, N)           R_t - V(s_t), [A3C] Sec. 4; with lambda < 1 [GAE] Eq. (16)
@@ -298,7 +298,7 @@ def sample(logits: torch.Tensor, gumbel_noise: np.ndarray) -> np.ndarray:
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda) -> np.ndarray:
-    r"""Generalised advantage estimates (T, N); the arrays are (T, N).
+    r"""Generalised advantage estimates of arrays (T, N), or (T,) of one environment.
 
     \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, summed to the end of the episode or of the batch, [GAE] Eq. (16)
     \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V is 0 after a termination, [PPO] Eq. (12)

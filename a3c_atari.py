@@ -31,7 +31,7 @@ once and without a lock ("Hogwild"), whatever the others are doing, takes a new 
     t_max           num_steps                           longest rollout; the end of an episode ends it too
     s_t             obs                (1, 1, 55, 42)   one frame, uint8 (four with --no-lstm; 42 rows with --no-crop)
                     state              (1, 256) twice   h and c of the LSTM
-    a_t             actions            (t,)             index of a joystick position
+    a_t             actions            (t,)             index among the environment's actions
     r_t             rewards            (t,)             reward, its sign only
     R               returns            (t,)             n-step return, [A3C] Alg. S3; with lambda < 1 the lambda-return
     R - V           advantages         (t,)             with lambda < 1 [GAE] Eq. (16)
@@ -39,7 +39,7 @@ once and without a lock ("Hogwild"), whatever the others are doing, takes a new 
     \pi(a|s)        logits             (t+1, A)         before the softmax, A actions
     V(s)            values             (t+1,)           value function
     H, \beta        entropy, ent_coef  (), ()           summed entropy of the policy, its weight, [A3C] Sec. 4
-    m, v, t         m, v, t            (P,), (P,), ()   Adam's averages and its number of updates, [ADAM] Alg. 1
+    m, v, t         m, v, t            (P,), (P,), ()   Adam's averages, its number of updates, [ADAM] Alg. 1
     g               square_avg         (P,)             RMSprop's average of squared gradients, [A3C] Sec. 4
 
 Where this differs from the paper or from common practice, and why:
@@ -49,8 +49,8 @@ Where this differs from the paper or from common practice, and why:
   * [HOG] proves that updates without a lock converge if each of them touches few parameters. Here each touches all:
     that it works all the same is what [A3C] found. The length of a step of Adam is bounded, see `SharedAdam`.
   * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than t small ones.
-  * Size of frames, network, Adam and its rate, 20 steps and the clipping of gradients are pytorch-a3c's. The paper has
-    84x84 frames, RMSprop (`--optimizer rmsprop`), 5 steps and no clipping.
+  * Size of frames, network, Adam and its rate, 20 steps and the clipping are github.com/ikostrikov/pytorch-a3c's. The
+    paper has 84x84 frames, RMSprop (`--optimizer rmsprop`), a falling rate (`--anneal-lr`), 5 steps, no clipping.
   * pytorch-a3c crops the same rows to the pixel (our last row has some of Pong's lower border in it), normalises by
     running averages of each process, never saved (here each observation by its own mean and deviation), and begins with
     uniform weights (here orthogonal, as in OpenAI's baselines ([37]); the LSTM's are PyTorch's, its biases zero). With
@@ -91,9 +91,6 @@ import time
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Callable
-from itertools import pairwise
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Literal
 
@@ -285,11 +282,10 @@ class Agent(nn.Module):
 
     def __init__(self, num_actions: int, lstm: bool = True) -> None:
         super().__init__()
-        channels = [1 if lstm else 4, 32, 32, 32, 32]
-        convolutions = [layer_init(nn.Conv2d(i, o, 3, stride=2, padding=1)) for i, o in pairwise(channels)]
-        self.trunk = nn.Sequential(  # (B, C, 42, 42), (B, 32, 21, 21), (B, 32, 11, 11), (B, 32, 6, 6), (B, 32, 3, 3)
-            *[layer for convolution in convolutions for layer in (convolution, nn.ELU())], nn.Flatten()
-        )
+        layers = []  # (B, C, 42, 42), (B, 32, 21, 21), (B, 32, 11, 11), (B, 32, 6, 6), (B, 32, 3, 3)
+        for channels in (1 if lstm else 4, 32, 32, 32):
+            layers += [layer_init(nn.Conv2d(channels, 32, 3, stride=2, padding=1)), nn.ELU()]
+        self.trunk = nn.Sequential(*layers, nn.Flatten())
         self.lstm = nn.LSTM(288, 256) if lstm else None
         if lstm:
             nn.init.zeros_(self.lstm.bias_ih_l0)
@@ -334,7 +330,7 @@ def sample(logits: torch.Tensor, gumbel_noise: np.ndarray) -> np.ndarray:
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda) -> np.ndarray:
-    r"""Generalised advantage estimates (T, N); the arrays are (T, N).
+    r"""Generalised advantage estimates of arrays (T, N), or (T,) of one environment.
 
     \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, summed to the end of the episode or of the batch, [GAE] Eq. (16)
     \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V is 0 after a termination, [PPO] Eq. (12)
@@ -355,8 +351,8 @@ def a3c_loss(logits, values, actions, chosen, advantages, returns, args) -> tupl
     r"""The loss of a rollout (), and its parts per step {name: ()}. Tensors (t,), logits (t, A).
 
     \sum -\log\pi(a|s) (R - V(s)) - \beta H(\pi(s)) + vf_coef (R - V(s))^2 / 2: its gradient is minus the d\theta, and
-    vf_coef / 2 times the d\theta_v, of [A3C] Alg. S3; sums, as there. `advantages` and `returns` are constants. FIRE
-    pressed for the agent is neither the policy's merit nor its entropy.
+    vf_coef / 2 times the d\theta_v, of [A3C] Alg. S3, with Sec. 4's entropy; sums, as there. `advantages` and `returns`
+    are constants. FIRE pressed for the agent is neither the policy's merit nor its entropy.
     """
     log_probs = logits.log_softmax(dim=-1)
     entropy = (chosen * -(log_probs.exp() * log_probs).sum(-1)).sum()
@@ -433,9 +429,9 @@ class Shared:
 
     theta: torch.Tensor  # parameters (P,)
     optimizers: nn.ModuleList  # one for all workers, or one for each
-    steps: torch.Tensor  # agent steps of each worker, who alone writes there: their sum is exact without a lock
+    steps: torch.Tensor  # agent steps of each worker (and of earlier runs), who alone writes there: no lock is needed
     checkpoint_step: torch.Tensor  # agent steps of all at the last checkpoint (), written by the parent
-    metrics: SimpleQueue  # to the parent: (global_step, {tag: value}) for the log; nothing in it from who has stopped
+    metrics: mp.SimpleQueue  # to the parent: (global_step, {tag: value}) for the log; {} from a worker that has stopped
 
 
 def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> None:
@@ -445,7 +441,7 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
     local_model = Agent(envs.num_actions, args.lstm).to(device)
     local_theta, grad = flatten(local_model)
     optimizer = shared.optimizers[0 if args.shared_optimizer else rank]
-    act = traced_step(local_model, envs, args)
+    act = torch.compile(local_model.step) if args.compile else local_model.step
 
     # From checkpoint to checkpoint. A worker stops by itself, as soon as all together have passed the next one
     while (checkpoint_step := int(shared.checkpoint_step)) < args.total_timesteps:
@@ -472,13 +468,15 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
                     state = local_model.initial_state(1)
 
             # The rollout once more, as one batch and with a graph, from the state before it, which is a constant. The
-            # last row is where it ended: R = V(s_t) there, 0 if it is terminal, and then, backwards, R = r_i + gamma R
+            # row behind it is the last successor: R = V(s_t), or 0 if it is terminal, and then, backwards,
+            # R = r_i + gamma R (GAE with lambda = 1 sums up to R - V(s_i))
             b_obs, actions, chosen, rewards, terminations, truncations = map(np.concatenate, zip(*rollout))
             logits, values = local_model(torch.from_numpy(np.concatenate([b_obs, successor])).to(device), first_state)
             v = values.detach().cpu().numpy()  # (t + 1,)
             advantages = compute_gae(rewards, v[:-1], v[1:], terminations, truncations, args.gamma, args.gae_lambda)
-            batch = (actions, chosen, advantages, advantages + v[:-1])
-            loss, metrics = a3c_loss(logits[:-1], values[:-1], *(torch.from_numpy(x).to(device) for x in batch), args)
+            returns = advantages + v[:-1]
+            batch = (torch.from_numpy(x).to(device) for x in (actions, chosen, advantages, returns))
+            loss, metrics = a3c_loss(logits[:-1], values[:-1], *batch, args)
             grad.zero_()  # Trap: without it gradients of all rollouts add up
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(local_model.parameters(), args.max_grad_norm)
@@ -499,7 +497,7 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
                 metrics |= {"losses/grad_norm": grad_norm.item(), "charts/learning_rate": learning_rate}
                 shared.metrics.put((global_step, metrics))
 
-        shared.metrics.put((global_step, {}))
+        shared.metrics.put((global_step, {}))  # stopped
         while int(shared.checkpoint_step) == checkpoint_step:  # until all have stopped, and the parent has saved
             time.sleep(0.01)
 
@@ -534,9 +532,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             while not shared.metrics.empty():
                 step, scalars = shared.metrics.get()
                 run.log(step, scalars)
-                if not scalars:
-                    stopped += 1
-                elif "charts/episodic_return" in scalars:
+                stopped += not scalars
+                if "charts/episodic_return" in scalars:
                     recent_returns.append(scalars["charts/episodic_return"])
                 else:
                     run.progress(step, recent_returns)
@@ -724,22 +721,13 @@ def prepare_worker(args: Args) -> torch.device:
     """Set up this process as a worker. Returns its device."""
     parent = mp.parent_process()  # its end is the worker's, on any system
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc
         # Freed memory is kept for the next tensor: glibc gives large pieces back, and then every page costs a fault
         ctypes.CDLL(None).mallopt(-1, 2**28)  # M_TRIM_THRESHOLD
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Trap: a pool of compilers would outlive a worker
     warnings.filterwarnings("ignore", "RNN module weights")  # of cuDNN: views of a vector are copied at each call
     return choose_device(args)
-
-
-def traced_step(agent: Agent, envs: AtariEnvs, args: Args) -> Callable:
-    """`agent.step` without Python between its operations, which with one frame takes longer than they do."""
-    if args.compile:
-        return torch.compile(agent.step)
-    obs = torch.zeros(envs.envs.observation_space.shape, dtype=torch.uint8, device=agent.value_head.weight.device)
-    with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile, which needs a compiler
-        return torch.jit.trace_module(agent, {"step": (obs, agent.initial_state(1))}, check_trace=False).step
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:

@@ -22,7 +22,7 @@ next, as an older copy of the network sees it.
 
     symbol          variable           shape            meaning (N num_envs, n n_step, B batch_size)
     s_t             obs                (N, 4, 84, 84)   the last four frames, uint8, one per agent step
-    a_t             actions            (N,)             index of a joystick position
+    a_t             actions            (N,)             index among the environment's actions
     r_t             rewards            (N,)             reward, its sign only
     Q(s, a)         q_network          (B, num_actions) value of each action, parameters theta
     Q'(s, a)        target_network     (B, num_actions) the same with older parameters theta-minus
@@ -40,10 +40,10 @@ next, as an older copy of the network sees it.
 
 Where this differs from the papers or from common practice, and why:
   * The defaults are those of labml's annotated DQN, but for its replay of 2^14 transitions (`--buffer-size 16384`) and
-    its 32 million steps. Rewards are clipped and draws stratified, as in [DQN] and [PER] but not there. As there, a
-    layer of 512 stands before streams of 256; [DUEL]'s streams of 512 begin at the convolutions. [DUEL] clips gradients
-    to norm 10, not 0.5, and scales those that enter the last convolution by 1/sqrt(2). [PER]'s learning rate, a quarter
-    of [DQN]'s, is of RMSprop, whose steps do not compare with Adam's.
+    its 32 million steps. Rewards are clipped, as in [DQN], and draws stratified, as in [PER]; labml does neither. As in
+    labml, a layer of 512 stands before streams of 256; [DUEL]'s streams of 512 begin at the convolutions. [DUEL] clips
+    gradients to norm 10, not 0.5, and scales those that enter the last convolution by 1/sqrt(2). [PER]'s learning rate,
+    a quarter of [DQN]'s, is of RMSprop, whose steps do not compare with Adam's.
   * The target network is copied every 250 iterations. These are 2,000 gradient steps and 8,000 agent steps, a fifth of
     [DQN]'s 10,000 and 40,000.
   * Epsilon and beta depend on the fraction of the run that is over. To extend a run moves both back.
@@ -62,10 +62,10 @@ Where this differs from the papers or from common practice, and why:
     `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
   * At each checkpoint all environments begin new episodes, and the random numbers anew, with seeds made of (seed,
     global_step), interrupted there or not: the vectorised emulator cannot save its state. So resuming is exact to the
-    bit.
+    bit, where the checkpoint holds the replay.
 
-A file live.json in the folder of a run changes its learning rate: {"learning_rate": 5e-5}. It is taken over at a
-checkpoint, made for it, and deleted. Scores and speeds: README.md.
+A file live.json in the folder of a run changes its learning rate: {"learning_rate": 5e-5}. The script takes it over,
+writes a checkpoint with it, and deletes the file. Scores and speeds: README.md.
 
     python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4            # writes runs/BreakoutNoFrameskip-v4__dqn_...
     python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...   # continues an interrupted run, exactly
@@ -328,7 +328,6 @@ class SumTree:
         self.first_leaf = 1 << self.depth
         self.nodes = np.zeros(2 * self.first_leaf)
         self.leaves = self.nodes[self.first_leaf :][:capacity]  # a view
-        self.left, self.right = self.nodes[::2], self.nodes[1::2]  # at k the children of node k: views
 
     def set(self, leaves: np.ndarray, values: np.ndarray | float) -> None:
         """Write values (K,) to leaves (K,); of a leaf named twice the last one stays.
@@ -339,15 +338,15 @@ class SumTree:
         self.nodes[nodes] = values
         for _ in range(self.depth):
             nodes = nodes // 2
-            self.nodes[nodes] = self.left[nodes] + self.right[nodes]
+            self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
 
     def find(self, values: np.ndarray) -> np.ndarray:
         """For each value (K,) in [0, sum of all leaves) the leaf (K,) in whose part of the cumulated sum it lies."""
         nodes = np.ones(len(values), int)
         for _ in range(self.depth):
-            left = self.left[nodes]
+            left, right = self.nodes[2 * nodes], self.nodes[2 * nodes + 1]
             # Trap: without the second condition a value that rounding lifts above the last sum would end on a zero leaf
-            goes_right = (values >= left) & (self.right[nodes] > 0)
+            goes_right = (values >= left) & (right > 0)
             values = values - left * goes_right
             nodes = 2 * nodes + goes_right
         return nodes - self.first_leaf
@@ -356,7 +355,7 @@ class SumTree:
 def importance_weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
     r"""w_i (B,) of probabilities (B,): w_i = (N P(i))^{-\beta} / \max_j w_j, [PER] Alg. 1, line 10.
 
-    The maximum is the minibatch's. N, in [PER] the number of stored transitions, cancels out, as any other factor.
+    The maximum is the minibatch's. [PER]'s N, the size of its replay, cancels out, as any other factor.
     """
     return (probabilities / probabilities.min()) ** -beta
 
@@ -388,15 +387,15 @@ class Replay:
         self.N, self.n, self.gamma = args.num_envs, args.n_step, args.gamma
         self.alpha = args.per_alpha if args.prioritized else 0.0  # p^0 = 1: all rows are alike
         self.size = size = args.buffer_size // self.N * self.N
-        # The last one stays blank. Trap: torch.zeros would take the memory at once, and not as it fills
+        # The last frame stays blank. Trap: torch.zeros would take the memory at once, and not as it fills
         self.frames = np.zeros((size + 1, 84, 84), np.uint8)
         self.lengths, self.actions, self.returns = np.zeros(size, int), np.zeros(size, int), np.zeros(size)
         self.alive = np.zeros(size, bool)  # whether no termination ended R^(n), so that a bootstrap follows
-        # What stored rows depend on: with n = 1 not gamma
+        # A saved replay fits only where these agree. R^(n) depends on gamma only if n > 1
         self.layout = (size, self.N, self.n, self.gamma ** (self.n - 1), self.alpha)
         self.tree = SumTree(size)
         self.max_priority = 1.0
-        self.count = 0  # steps that were stored, also those that have been overwritten
+        self.count = 0  # rows that were written, also those that have been overwritten
 
     def later(self, rows: np.ndarray, steps: int | np.ndarray) -> np.ndarray:
         """The rows of the same environments so many steps later, or earlier where `steps` is negative."""
@@ -458,9 +457,9 @@ class Replay:
 
     def state_dict(self) -> dict:
         """The state between episodes. The frames are compressed: a million, 7 GB, become less than one."""
-        state = {name: getattr(self, name) for name in ("count", "max_priority", "layout")}
+        state = {"count": self.count, "max_priority": self.max_priority, "layout": self.layout}
         state |= {name: torch.tensor(getattr(self, name)) for name in self.columns}
-        with ThreadPoolExecutor(8) as pool:  # a line of the screen in all frames, then the next one
+        with ThreadPoolExecutor(8) as pool:  # a line of the screen in all frames, then the next: this packs better
             packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), level=1), self.pieces())
             frames = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
         return state | {"leaves": torch.tensor(self.tree.leaves), "frames": frames}
@@ -505,7 +504,7 @@ def epsilon_greedy(q_network: QNetwork, obs: np.ndarray, epsilon: float, rng: np
 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
-    """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
+    """Train from the beginning or a checkpoint. Raises FloatingPointError where loss or gradient are not finite."""
     device = choose_device(args)
     speed_up_cpu()
     torch.manual_seed(args.seed)  # the parameters
@@ -587,7 +586,6 @@ PACKAGES = ("torch", "gymnasium", "ale-py", "numpy")  # whose versions go into r
 PIECE = 4096  # frames of the replay that are compressed together
 
 
-@torch.no_grad()
 def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]]:
     """Play `args.eval_episodes` whole episodes side by side, and print their scores: unclipped, all lives together.
 
@@ -626,7 +624,7 @@ def speed_up_cpu() -> None:
     # Adam's averages of units that died fade below 1e-38, where numbers take many times as long. So they become zero
     torch.set_flush_denormal(True)
     # glibc gives large pieces of memory back and takes them again for the next minibatch; then every page costs a fault
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc
         for option, size in ((-1, 2**28), (-3, 2**25)):  # M_TRIM_THRESHOLD; M_MMAP_THRESHOLD, the largest there is
             ctypes.CDLL(None).mallopt(option, size)
 

@@ -302,7 +302,7 @@ class Agent(nn.Module):
 
 
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda) -> np.ndarray:
-    r"""Generalised advantage estimates (T, N); the arrays are (T, N).
+    r"""Generalised advantage estimates of arrays (T, N), or (T,) of one environment.
 
     \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, summed to the end of the episode or of the batch, [GAE] Eq. (16)
     \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V is 0 after a termination, [PPO] Eq. (12)

@@ -44,24 +44,24 @@ rows, the last of which is what the last action led to:
 
     row          0  1  2  3  4
     episode 0    x  x  x  x  x      x: `filled` (T+1, B), R rows in all. A step led to each of them but the first:
-    episode 1    x  x  x  .  .      mask = filled[1:], here of 4, 2 and 1 steps. Only these rows are computed:
-    episode 2    x  x  .  .  .      with the padding an update would take longer
+    episode 1    x  x  x  .  .      mask = filled[1:], here of 4, 2 and 1 steps. Agents and mixer compute only
+    episode 2    x  x  .  .  .      these rows (the target mixer all): padding would make an update slower
 
 Where this differs from the papers or from their program, PyMARL, and why:
   * Defaults and names are PyMARL's for QMIX on SMAC, or those of all scripts here, except: 8 environments, not one,
     still with one update for each episode; epsilon annealed over 100,000 steps as in [TRICK], not 50,000; a learning
-    rate that falls to zero; runs of 1M steps, not 2M.
+    rate that falls to zero; runs of 1M steps, not 2M; no GPU.
   * The hypernetworks of the weights have two layers, as PyMARL's now; [QMIX] has one. The loss is the mean over steps,
     as PyMARL's; Eq. (6) is the sum. Logged values are the team's; PyMARL divides them by n.
   * A time limit is an end without bootstrapping, as in PyMARL; `--bootstrap-timeouts` bootstraps it.
   * `--td-lambda` is for [PENG]'s Q(lambda), which does not correct for the random actions in the replay.
   * `--mixer none` is [IQL]. Under it too all agents share their parameters ([SHARE]); `q_tot`, `targets` are (P, n).
   * SMAX's reward is multiplied by ten, as in JaxMARL's own QMIX. So its maximum is 20, as in SMAC, but half of it is
-    for damage and half for victory, where SMAC counts hit points, kills and victory. SMAX's state is scaled to 0..1,
-    as SMAC's is. Its episodes have up to 101 steps: the limit is compared before the step is counted.
+    for damage and half for victory, where SMAC counts hit points, kills and victory. SMAX's state is scaled to 0..1;
+    SMAC's is scaled too. Its episodes have up to 101 steps: the limit is compared before the step is counted.
   * Three faults of the package SMAC are mended: after a crash its step() returns `0, True, {}` (the episode is
-    dropped); the maximum that it divides rewards by counts units twice that appear late; a reset before the end of the
-    first episode launches a second program.
+    dropped); the maximum that it divides rewards by counts enemies again if other units appear later; a reset before
+    the end of the first episode launches a second program.
   * At each checkpoint, which holds the replay too, the environments begin new episodes and the random numbers begin
     anew, interrupted there or not. So resuming is exact to the bit, but not with StarCraft II, which keeps running with
     the seed of its launch.
@@ -182,8 +182,9 @@ class Args:
 def make_smax(map_name: str) -> tuple:
     """A SMAX map ([SMAX]), its Shape, and two functions of N environments on it, which JAX compiles.
 
-    begin(seeds (N,)) gives simulators and observations. step(simulators, actions (N, n)) gives the next ones (of a new
-    episode where one ended), the observations before that, and rewards, terminations, truncations, victories (N,).
+    begin(seeds (N,)) gives simulators and observations. step(simulators, actions (N, n)) gives both after it (of a new
+    episode where one ended), the observations that the actions led to, before any reset, and rewards, terminations,
+    truncations, victories (N,).
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the GPU is torch's
     sys.modules["jaxmarl.environments.mabrax"] = None  # Trap: this part of jaxmarl replaces sys.stdout
@@ -198,11 +199,11 @@ def make_smax(map_name: str) -> tuple:
     n, U = env.num_agents, len(env.all_agents)
 
     def observe(key, state, obs) -> tuple:
-        world, by_agent = obs["world_state"], (obs, env.get_avail_actions(state))
-        obs, avail_actions = (jnp.stack([each[agent] for agent in env.agents]) for each in by_agent)
+        world, avail_actions = obs["world_state"], env.get_avail_actions(state)
+        obs, avail_actions = (jnp.stack([each[agent] for agent in env.agents]) for each in (obs, avail_actions))
         units = world[: -2 * U].reshape(U, -1)  # health, x, y, cooldown and the type's bits of each unit
         teams, types = world[-2 * U :].reshape(2, U)
-        # All is scaled to 0..1, as in SMAC
+        # SMAX leaves these as they are, SMAC scales them too
         cooldowns = env.unit_type_weapon_cooldowns[state.state.unit_types]
         units = units.at[:, 1].divide(env.map_width).at[:, 2].divide(env.map_height).at[:, 3].divide(cooldowns)
         world = jnp.concatenate([units.clip(0, 1).ravel(), teams, types / (env.unit_type_bits - 1)])
@@ -331,14 +332,13 @@ class TeamEnvs:
             self.shape = self.envs.shape
         else:
             make = functools.partial(Smac, args.env_id.removeprefix("smac/"), str(run_folder.resolve() / "replays"))
-            same_step = gym.vector.AutoresetMode.SAME_STEP
-            self.envs = gym.vector.AsyncVectorEnv([make] * num_envs, context="spawn", autoreset_mode=same_step)
+            self.envs = gym.vector.AsyncVectorEnv([make] * num_envs, context="spawn", autoreset_mode="SameStep")
             self.shape = Shape(*self.envs.call("shape")[0])
 
     def reset(self, *key: int) -> None:
         """Begin new episodes, seeded by the run's seed and `key`; open ones are dropped."""
         seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.num_envs) >> 1  # 31 bits
-        (self.obs, self.state, self.avail_actions), _ = self.envs.reset(seed=[int(seed) for seed in seeds])
+        (self.obs, self.state, self.avail_actions), _ = self.envs.reset(seed=seeds.tolist())
         self.last_actions = np.full((self.num_envs, self.shape.n_agents), -1)
         self.steps = [[] for _ in range(self.num_envs)]  # of the open episodes
         self.video = f"{self.name}-{key[0]}"
@@ -490,7 +490,6 @@ class EpisodeReplay:
         return {"added": self.added, "episodes": torch.frombuffer(bytearray(compressed), dtype=torch.uint8)}
 
     def load_state_dict(self, state: dict) -> None:
-        """The inverse."""
         self.added, file = state["added"], io.BytesIO(zlib.decompress(state["episodes"].numpy()))
         self.episodes.extend(Episode(*episode) for episode in torch.load(file, weights_only=True))
 
@@ -609,7 +608,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         # Collect one step in each environment
         actions, hidden = select_actions(agent, envs, hidden, epsilon, rng)
         ended = envs.step(actions)
-        hidden[ended] = 0  # Trap: else an episode is played from another state than it is replayed from
+        hidden[ended] = 0  # Trap: else an episode is played from other hidden states than in `unroll`
         global_step += N
 
         for _, episode, score, won in envs.finished:
