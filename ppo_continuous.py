@@ -9,8 +9,8 @@ r"""Proximal policy optimisation (PPO) for continuous control.
 
 The policy plays `num_steps` steps in every environment, and GAE estimates the advantage of each action. Then, for
 `update_epochs` epochs of minibatches, the policy climbs a surrogate of its return in which the probability ratio is
-clipped to [1 - epsilon, 1 + epsilon]: beyond, the objective gives no reason to go on. That removes the incentive to
-leave the old policy; it bounds nothing. The same minibatches fit the value function.
+clipped to [1 - epsilon, 1 + epsilon]: a gain beyond is not counted. That takes away the incentive to move the ratio
+further; it bounds nothing. The same minibatches fit the value function.
 
 [PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
 [GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation",
@@ -49,8 +49,7 @@ Where this differs from common practice, and why:
     global_step), interrupted there or not: gymnasium's common interface cannot save a simulator's state. So resuming is
     exact to the bit.
 
-The networks are small: one thread of the CPU is the default, and a GPU would wait most of the time. Steps are agent
-steps. Scores and speeds: README.md.
+Steps are agent steps. The networks are small: a GPU would wait most of the time. Scores and speeds: README.md.
 
     python ppo_continuous.py --env-id HalfCheetah-v4              # writes runs/HalfCheetah-v4__ppo_continuous__1__...
     python ppo_continuous.py --resume runs/HalfCheetah-v4__...    # continues an interrupted run, exactly
@@ -62,7 +61,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import math
 import os
@@ -77,6 +75,7 @@ import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import gymnasium as gym
@@ -105,7 +104,7 @@ class Args:
     num_minibatches: int = 32  # minibatches of an epoch
     norm_adv: bool = True  # whether to normalise advantages within each minibatch
     clip_coef: float = 0.2  # epsilon: the ratio's gain ends at 1 - epsilon and 1 + epsilon
-    clip_vloss: bool = True  # whether to clip the value loss too
+    clip_vloss: bool = True  # whether to clip the value loss too, with the same epsilon
     vf_coef: float = 0.5  # weight of the value loss, which holds a factor 1/2: the paper's c1 is half of this
     ent_coef: float = 0.0  # c2: weight of the entropy bonus
     target_kl: float | None = None  # an update ends after the epoch whose mean approximate KL exceeds this
@@ -134,16 +133,15 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation, played with the mean action
 
     def __post_init__(self) -> None:
-        counts = "num_envs num_steps update_epochs num_minibatches torch_threads checkpoint_interval eval_episodes"
+        counts = "total_timesteps num_envs num_steps update_epochs num_minibatches"
+        counts += " torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
             sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         batch_size = self.num_envs * self.num_steps
         if batch_size % self.num_minibatches or (self.norm_adv and batch_size == self.num_minibatches):
-            sys.exit(f"error: {self.num_minibatches} equal minibatches of 2 or more steps from {batch_size} steps?")
-        if self.total_timesteps < batch_size:
-            sys.exit(f"error: --total-timesteps must be at least one batch of {batch_size} steps")
+            sys.exit(f"error: {batch_size} steps are not {self.num_minibatches} equal minibatches of 2 or more steps")
 
 
 def make_env(env_id: str, render: bool = False) -> gym.Env:
@@ -217,8 +215,7 @@ class Environments:
             self.envs[0] = RecordVideo(self.envs[0], videos, lambda episode: episode == 0, name_prefix=name)
         seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.num_envs)
         raw_obs = np.stack([env.reset(seed=int(seed))[0] for env, seed in zip(self.envs, seeds)])
-        self.discounted_returns, self.returns = np.zeros(self.num_envs), np.zeros(self.num_envs)
-        self.lengths = [0] * self.num_envs
+        self.discounted_returns, self.scores, self.lengths = np.zeros((3, self.num_envs))
         return self.normalise(raw_obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -232,14 +229,14 @@ class Environments:
         raw_rewards = np.array(raw_rewards)
         successors, rewards = self.normalise(np.array(raw_obs)), self.scale(raw_rewards)
         next_obs, self.finished = successors.copy(), []
-        self.returns += raw_rewards
+        self.scores += raw_rewards
         for i in range(self.num_envs):
             self.lengths[i] += 1
             if terminations[i] or truncations[i]:
-                self.finished.append((i, float(self.returns[i]), self.lengths[i]))
-                self.recent_returns.append(float(self.returns[i]))
+                self.finished.append((i, float(self.scores[i]), int(self.lengths[i])))
+                self.recent_returns.append(float(self.scores[i]))
                 next_obs[i] = self.normalise(self.envs[i].reset()[0][None])
-                self.discounted_returns[i] = self.returns[i] = self.lengths[i] = 0
+                self.discounted_returns[i] = self.scores[i] = self.lengths[i] = 0
         return next_obs, successors, rewards, np.array(terminations), np.array(truncations)
 
     def normalise(self, raw_obs: np.ndarray) -> np.ndarray:
@@ -272,20 +269,13 @@ class Agent(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, log_std_init: float = 0.0) -> None:
         super().__init__()
-        self.actor = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, action_dim), std=0.01),  # Detail: the first mean actions are close to zero
-        )
-        self.critic = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 1), std=1.0),
-        )
+
+        def network(outputs: int, std: float) -> nn.Sequential:
+            hidden = layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()
+            return nn.Sequential(*hidden, layer_init(nn.Linear(64, outputs), std))
+
+        self.actor = network(action_dim, std=0.01)  # Detail: the first mean actions are close to zero
+        self.critic = network(1, std=1.0)
         self.log_std = nn.Parameter(torch.full((action_dim,), float(log_std_init)))
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -329,7 +319,7 @@ def ppo_loss(logprobs, entropy, values, old_logprobs, old_values, advantages, re
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages).mean()
     value_loss = (values - returns).square()
-    if args.clip_vloss:  # Detail: from OpenAI's baselines, not in the paper; it has not been found to help
+    if args.clip_vloss:  # Detail: OpenAI's baselines, not the paper; not found to help ([37], core detail 9)
         clipped_values = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
         value_loss = torch.maximum(value_loss, (clipped_values - returns).square())
     value_loss = 0.5 * value_loss.mean()
@@ -383,14 +373,14 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     envs = Environments(args, N, run_folder)
     agent = Agent(envs.obs_dim, envs.action_dim, args.log_std_init).to(device)
     theta = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-    nn.utils.vector_to_parameters(theta, agent.parameters())  # from here on they are views of theta
-    adam = nn.Module()  # Adam's state: a module, since it can be saved
+    nn.utils.vector_to_parameters(theta, agent.parameters())  # Trap: views of theta; .to() would part them from it
+    adam = nn.Module()  # Adam's state, in a module for its state_dict
     adam.exp_avg, adam.exp_avg_sq = nn.Buffer(torch.zeros_like(theta)), nn.Buffer(torch.zeros_like(theta))
     adam.steps = nn.Buffer(torch.zeros((), dtype=torch.int64, device=device))
 
     # All that the rest of a run depends on
     parts = {"agent": agent, "adam": adam, "obs_stats": envs.obs_stats, "return_stats": envs.return_stats}
-    global_step = restore(parts, checkpoint)
+    global_step = restore(parts, checkpoint) if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, run_folder, checkpoint, parts, last_step)
 
@@ -421,8 +411,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
 
         # Estimate the advantages: [PPO] Alg. 1, line 4
-        b_obs = torch.from_numpy(obs).view(T * N, -1).to(device)
-        b_actions = torch.from_numpy(actions).view(T * N, -1).to(device)
+        b_obs, b_actions = (torch.from_numpy(rows).view(T * N, -1).to(device) for rows in (obs, actions))
         with torch.no_grad():
             b_logprobs, _, b_values = agent(b_obs, b_actions)
             next_values = agent.critic(torch.from_numpy(successors).to(device)).squeeze(-1).cpu().numpy()  # (T, N)
@@ -434,12 +423,11 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
         # K epochs of minibatches: [PPO] Alg. 1, line 6
         alpha = torch.tensor(learning_rate, dtype=torch.float64, device=device)
-        state = (theta, adam.exp_avg, adam.exp_avg_sq, adam.steps, alpha)
         batch = (b_obs, b_actions, b_logprobs, b_values, b_advantages, b_returns)
         for _ in range(args.update_epochs):
             order = torch.from_numpy(rng.permutation(T * N)).to(device)
             minibatches = zip(*(rows[order].chunk(args.num_minibatches) for rows in batch))
-            epoch = [step(*state, minibatch) for minibatch in minibatches]
+            epoch = [step(theta, adam.exp_avg, adam.exp_avg_sq, adam.steps, alpha, each) for each in minibatches]
             metrics = {name: torch.stack([each[name] for each in epoch]).mean() for name in epoch[0]}
             if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
                 break
@@ -464,22 +452,22 @@ PACKAGES = ("torch", "gymnasium", "mujoco", "numpy")  # whose versions go into r
 def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]]:
     """Play `args.eval_episodes` whole episodes with the mean action and frozen statistics, and print the score.
 
-    `model` is a checkpoint or what model.pt holds. Returns the returns, undiscounted and unscaled. The episodes depend
-    on the seed and on the model's step; none of them is one of training's.
+    `model` is a checkpoint or what model.pt holds. Returns the episodes' returns, undiscounted and
+    unscaled. The episodes depend on the seed and on the model's step; none of them is one of training's.
     """
     device = choose_device(args)
     envs = Environments(args, args.eval_episodes, run_folder, frozen=True)
     agent = Agent(envs.obs_dim, envs.action_dim).to(device)
     restore({"agent": agent, "obs_stats": envs.obs_stats}, model)
-    mean_action, returns = numpy_actor(agent.actor), {}
+    mean_action, scores = numpy_actor(agent.actor), {}
     obs = envs.reset(model["global_step"], 1)
-    while len(returns) < args.eval_episodes:
+    while len(scores) < args.eval_episodes:
         obs, *_ = envs.step(mean_action(obs))
-        returns = {i: score for i, score, _ in envs.finished} | returns  # the first episode of each environment
+        scores = {i: score for i, score, _ in envs.finished} | scores  # the first episode of each environment
     envs.close()
-    returns = [returns[i] for i in range(args.eval_episodes)]
-    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes of the mean action")
-    return {"episodic_return": returns}
+    scores = [scores[i] for i in range(args.eval_episodes)]
+    print(f"evaluation: {np.mean(scores):.2f} +- {np.std(scores):.2f}, {len(scores)} episodes of the mean action")
+    return {"episodic_return": scores}
 
 
 def choose_device(args: Args) -> torch.device:
@@ -490,7 +478,7 @@ def choose_device(args: Args) -> torch.device:
 
 
 def write_file(path: Path, content: dict | str) -> None:
-    """Write a checkpoint or a text so that `path` holds all of it or is not there, whenever the process is killed."""
+    """Write a checkpoint or a text so that `path` never holds a part of it, whenever the process is killed."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
@@ -513,12 +501,12 @@ def load_checkpoint(path: Path) -> dict:
     sys.exit(f"error: no sound checkpoint in {path}")
 
 
-def restore(parts: dict, checkpoint: dict | None) -> int:
-    """Set all parts to their states in the checkpoint, in place. Returns its global step, 0 without a checkpoint."""
+def restore(parts: dict, checkpoint: dict) -> int:
+    """Set all parts to their states in the checkpoint, in place. Returns its global step."""
     try:
-        for name, part in parts.items() if checkpoint else ():
+        for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
-        return checkpoint["global_step"] if checkpoint else 0
+        return checkpoint["global_step"]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
 
@@ -530,9 +518,10 @@ class Run:
         self.args, self.folder, self.parts, before = args, folder, parts, checkpoint or {}
         self.first_step, self.started = before.get("global_step", 0), time.time() - before.get("seconds", 0)
         if args.upload_model:
-            import huggingface_hub
+            from huggingface_hub import HfApi
 
-            huggingface_hub.whoami()  # a missing login is an error now, not after the training
+            self.hub = HfApi()
+            self.hub.whoami()  # a missing login is an error now, not after the training
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError, OSError):  # systems without such locks
             import fcntl
@@ -546,16 +535,16 @@ class Run:
             import wandb
 
             project, entity, run_id = args.wandb_project_name, args.wandb_entity, re.sub(r"\W+", "-", str(folder))
-            # A resumed run sends the points since its checkpoint again, with the same values
+            self.wandb = wandb
             os.environ.setdefault("WANDB_SILENT", "true")
+            # A resumed run sends the points since its checkpoint again, with the same values
             wandb.init(project=project, entity=entity, id=run_id, resume="allow", sync_tensorboard=True)
             wandb.config.update(vars(args), allow_val_change=True)
         # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
         self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
-        end = max(last_step, self.first_step)
-        self.bar = tqdm(total=end, initial=self.first_step, unit=" steps", mininterval=interval)
+        self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
 
     def log(self, global_step: int, scalars: dict) -> None:
         for tag, value in scalars.items():
@@ -594,8 +583,7 @@ class Run:
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
         result = {name: model[name] for name in ("script", "args", "global_step", "seconds")} | means | scores
-        versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        result["versions"] = versions | {"python": platform.python_version()}
+        result["versions"] = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
         gpu = f", {torch.cuda.get_device_name()}" if args.cuda and torch.cuda.is_available() else ""
         result["machine"] = f"{os.cpu_count()} cores, {platform.platform()}{gpu}"
         with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
@@ -603,20 +591,17 @@ class Run:
             result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         write_file(self.folder / "result.json", json.dumps(result, indent=2))
         if args.track:
-            import wandb
-
-            wandb.log({path.stem: wandb.Video(str(path)) for path in self.folder.glob("videos/*.mp4")})
-            wandb.finish()
+            videos = self.folder.glob("videos/*.mp4")
+            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in videos})
+            self.wandb.finish()
         if args.upload_model:
-            from huggingface_hub import HfApi
-
             card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
             card += f"Trained by `{shlex.join(['python', *sys.argv])}`, played by `{SCRIPT}.py --evaluate model.pt`.\n"
             write_file(self.folder / "README.md", card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{SCRIPT}-{args.seed}")
-            repo = HfApi().create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True)
+            repo = self.hub.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True)
             patterns = ["README.md", "model.pt", "args.json", "result.json", "videos/*"]
-            HfApi().upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
+            self.hub.upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
 
 
 def numpy_actor(actor: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
@@ -628,6 +613,7 @@ def numpy_actor(actor: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
     if type(actor) is not nn.Sequential or {type(layer) for layer in actor} - {nn.Linear, nn.Tanh}:
         device = next(actor.parameters()).device
         return lambda obs: actor(torch.from_numpy(obs).to(device)).detach().cpu().numpy()
+    # [weight, bias] of a Linear, [] of a Tanh
     layers = [[parameter.detach().cpu().numpy() for parameter in layer.parameters()] for layer in actor]
 
     def mean_action(obs: np.ndarray) -> np.ndarray:
@@ -646,18 +632,17 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
     Python in it (shapes, coefficients, flags) is fixed.
     """
     step, fast = functools.partial(minibatch_step, copy.deepcopy(agent).to("meta"), args), None
-    on_gpu = args.cuda and torch.cuda.is_available()
+    if args.compile:
+        torch.compiler.reset()  # Trap: without guards, the code of an earlier training in this process would be run
+        # No guards: to see in every minibatch that shapes and flags are the same takes a tenth of its time
+        options = {"guard_filter_fn": lambda guards: [False] * len(guards), "cpp_wrapper": not agent.log_std.is_cuda}
+        return torch.compile(step, fullgraph=True, options=options)
 
     def call(*tensors):
         nonlocal fast
-        if fast is None and args.compile:
-            fast = torch.compile(step, fullgraph=True, options=None if on_gpu else {"cpp_wrapper": True})
-            torch.compiler.set_stance("default")
-            fast(*copy.deepcopy(tensors))
-            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # for this process
-        elif fast is None:
+        if fast is None:
             fast = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
-            if not on_gpu:  # there TorchScript compiles kernels of its own, with other rounding
+            if not agent.log_std.is_cuda:  # there TorchScript compiles kernels of its own, with other rounding
                 with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile
                     fast = torch.jit.trace(fast, copy.deepcopy(tensors), check_trace=False, strict=False)
         return fast(*tensors)
@@ -700,7 +685,7 @@ def main() -> None:
         evaluate(args, checkpoint, folder) if args.evaluate else train(args, folder, checkpoint)
     except KeyboardInterrupt:
         command = shlex.join(["python", sys.argv[0], "--resume", str(folder)])
-        hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
+        hint = f"; continue with: {command}" if not args.evaluate and any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
     except (gym.error.Error, OSError, FloatingPointError) as error:

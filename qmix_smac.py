@@ -79,7 +79,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 import io
 import json
@@ -95,6 +94,7 @@ import time
 import zipfile
 import zlib
 from collections import deque, namedtuple
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -584,7 +584,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     # All that the rest of a run depends on
     parts = {"agent": agent, "mixer": mixer, "target_agent": target_agent, "target_mixer": target_mixer}
     parts |= {"optimizer": optimizer, "replay": replay}
-    global_step = restore(parts, checkpoint)
+    global_step = restore(parts, checkpoint) if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, run_folder, checkpoint, parts, last_step)
     if args.compile:
@@ -681,7 +681,7 @@ def choose_device(args: Args) -> torch.device:
 
 
 def write_file(path: Path, content: dict | str) -> None:
-    """Write a checkpoint or a text so that `path` holds all of it or is not there, whenever the process is killed."""
+    """Write a checkpoint or a text so that `path` never holds a part of it, whenever the process is killed."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
@@ -704,12 +704,12 @@ def load_checkpoint(path: Path) -> dict:
     sys.exit(f"error: no sound checkpoint in {path}")
 
 
-def restore(parts: dict, checkpoint: dict | None) -> int:
-    """Set all parts to their states in the checkpoint, in place. Returns its global step, 0 without a checkpoint."""
+def restore(parts: dict, checkpoint: dict) -> int:
+    """Set all parts to their states in the checkpoint, in place. Returns its global step."""
     try:
-        for name, part in parts.items() if checkpoint else ():
+        for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
-        return checkpoint["global_step"] if checkpoint else 0
+        return checkpoint["global_step"]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
 
@@ -721,9 +721,10 @@ class Run:
         self.args, self.folder, self.parts, before = args, folder, parts, checkpoint or {}
         self.first_step, self.started = before.get("global_step", 0), time.time() - before.get("seconds", 0)
         if args.upload_model:
-            import huggingface_hub
+            from huggingface_hub import HfApi
 
-            huggingface_hub.whoami()  # a missing login is an error now, not after the training
+            self.hub = HfApi()
+            self.hub.whoami()  # a missing login is an error now, not after the training
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError, OSError):  # systems without such locks
             import fcntl
@@ -737,16 +738,16 @@ class Run:
             import wandb
 
             project, entity, run_id = args.wandb_project_name, args.wandb_entity, re.sub(r"\W+", "-", str(folder))
-            # A resumed run sends the points since its checkpoint again, with the same values
+            self.wandb = wandb
             os.environ.setdefault("WANDB_SILENT", "true")
+            # A resumed run sends the points since its checkpoint again, with the same values
             wandb.init(project=project, entity=entity, id=run_id, resume="allow", sync_tensorboard=True)
             wandb.config.update(vars(args), allow_val_change=True)
         # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
         self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
-        end = max(last_step, self.first_step)
-        self.bar = tqdm(total=end, initial=self.first_step, unit=" steps", mininterval=interval)
+        self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
 
     def log(self, global_step: int, scalars: dict) -> None:
         for tag, value in scalars.items():
@@ -785,8 +786,7 @@ class Run:
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
         result = {name: model[name] for name in ("script", "args", "global_step", "seconds")} | means | scores
-        versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        result["versions"] = versions | {"python": platform.python_version()}
+        result["versions"] = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
         gpu = f", {torch.cuda.get_device_name()}" if args.cuda and torch.cuda.is_available() else ""
         result["machine"] = f"{os.cpu_count()} cores, {platform.platform()}{gpu}"
         with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
@@ -794,20 +794,17 @@ class Run:
             result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         write_file(self.folder / "result.json", json.dumps(result, indent=2))
         if args.track:
-            import wandb
-
-            wandb.log({path.stem: wandb.Video(str(path)) for path in self.folder.glob("videos/*.mp4")})
-            wandb.finish()
+            videos = self.folder.glob("videos/*.mp4")
+            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in videos})
+            self.wandb.finish()
         if args.upload_model:
-            from huggingface_hub import HfApi
-
             card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
             card += f"Trained by `{shlex.join(['python', *sys.argv])}`, played by `{SCRIPT}.py --evaluate model.pt`.\n"
             write_file(self.folder / "README.md", card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{SCRIPT}-{args.seed}")
-            repo = HfApi().create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True)
+            repo = self.hub.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True)
             patterns = ["README.md", "model.pt", "args.json", "result.json", "videos/*"]
-            HfApi().upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
+            self.hub.upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
 
 
 def draw(envs: Smax) -> np.ndarray:
@@ -858,7 +855,7 @@ def main() -> None:
         evaluate(args, checkpoint, folder) if args.evaluate else train(args, folder, checkpoint)
     except KeyboardInterrupt:
         command = shlex.join(["python", sys.argv[0], "--resume", str(folder)])
-        hint = f"; continue with: {command}" if any(folder.glob("checkpoint_*.pt")) else ""
+        hint = f"; continue with: {command}" if not args.evaluate and any(folder.glob("checkpoint_*.pt")) else ""
         print(f"\ninterrupted{hint}", file=sys.stderr)
         sys.exit(130)
     except (gym.error.Error, OSError, FloatingPointError) as error:
