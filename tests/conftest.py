@@ -69,7 +69,7 @@ class Result:
     @property
     def notes(self):
         """The lines on stderr but the progress bar."""
-        rest = re.sub(r" *\d+%\|[^|]*\|[^]\r\n]*steps/s[^]\r\n]*\]", "", self.stderr)
+        rest = re.sub(r" *(\d+%\|[^|]*\||\d+ steps )[^]\r\n]*steps/s[^]\r\n]*\]", "", self.stderr)
         return [line.strip() for line in re.split(r"[\r\n]+", rest) if line.strip()]
 
 
