@@ -90,6 +90,7 @@ import time
 import warnings
 import zipfile
 from collections import deque
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -441,7 +442,7 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
     local_model = Agent(envs.num_actions, args.lstm).to(device)
     local_theta, grad = flatten(local_model)
     optimizer = shared.optimizers[0 if args.shared_optimizer else rank]
-    act = torch.compile(local_model.step) if args.compile else local_model.step
+    act = traced_step(local_model, envs, args)
 
     # From checkpoint to checkpoint. A worker stops by itself, as soon as all together have passed the next one
     while (checkpoint_step := int(shared.checkpoint_step)) < args.total_timesteps:
@@ -725,6 +726,15 @@ def prepare_worker(args: Args) -> torch.device:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Trap: a pool of compilers would outlive a worker
     warnings.filterwarnings("ignore", "RNN module weights")  # of cuDNN: views of a vector are copied at each call
     return choose_device(args)
+
+
+def traced_step(agent: Agent, envs: AtariEnvs, args: Args) -> Callable:
+    """`agent.step` without Python between its operations, which costs time where a batch is one frame."""
+    if args.compile:
+        return torch.compile(agent.step)
+    obs = torch.zeros(envs.envs.observation_space.shape, dtype=torch.uint8, device=agent.value_head.weight.device)
+    with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile, which needs a compiler
+        return torch.jit.trace_module(agent, {"step": (obs, agent.initial_state(1))}, check_trace=False).step
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:

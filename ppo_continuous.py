@@ -634,7 +634,7 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
     step, fast = functools.partial(minibatch_step, copy.deepcopy(agent).to("meta"), args), None
     if args.compile:
         torch.compiler.reset()  # Trap: without guards, the code of an earlier training in this process would be run
-        # No guards: to see in every minibatch that shapes and flags are the same takes a tenth of its time
+        # No guards: they would look in every minibatch whether shapes and flags are still the same, which takes time
         options = {"guard_filter_fn": lambda guards: [False] * len(guards), "cpp_wrapper": not agent.log_std.is_cuda}
         return torch.compile(step, fullgraph=True, options=options)
 

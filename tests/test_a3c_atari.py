@@ -409,6 +409,21 @@ def test_the_batch_is_the_steps_one_after_the_other():
         torch.testing.assert_close(many, logits[:1].expand(3, 5), atol=1e-5, rtol=1e-4)
 
 
+def test_acting_without_python_is_acting(tmp_path):
+    """Also with parameters that have changed since it was traced, as they do after each update."""
+    for lstm in (True, False):
+        args = a3c.Args(lstm=lstm, crop=lstm)
+        agent = a3c.Agent(6, lstm)
+        theta, _ = a3c.flatten(agent)
+        act = a3c.traced_step(agent, a3c.AtariEnvs(args, 1, tmp_path), args)
+        for _ in range(3):
+            theta.add_(0.01 * torch.randn_like(theta))
+            obs = torch.randint(0, 256, (1, 1 if lstm else 4, 55 if lstm else 42, 42), dtype=torch.uint8)
+            state = tuple(torch.randn(2, 1, 256))
+            for found, expected in zip(act(obs, state), agent.step(obs, state)):
+                torch.testing.assert_close(found, expected)
+
+
 def test_parameters_and_gradients_are_views_of_two_vectors():
     agent = a3c.Agent(3)
     before = {name: tensor.clone() for name, tensor in agent.state_dict().items()}

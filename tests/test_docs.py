@@ -408,11 +408,10 @@ def run_worker(module, rank=0, loss=None):
     theta, _ = module.flatten(module.Agent(module.AtariEnvs(args, 1, Path()).num_actions))
     seen, gradients = [], []
 
-    def step(agent, obs, state, step=module.Agent.step):
-        seen.append((obs, state))
-        return step(agent, obs, state)
+    def traced_step(agent, *_):
+        return lambda obs, state: (seen.append((obs, state)), agent.step(obs, state))[1]
 
-    module.Agent.step, module.prepare_worker = step, lambda args: torch.device("cpu")
+    module.traced_step, module.prepare_worker = traced_step, lambda args: torch.device("cpu")
     module.a3c_loss = loss or module.a3c_loss
     shared = SimpleNamespace(theta=theta, steps=torch.zeros(args.num_workers, dtype=torch.int64))
     shared.optimizers = [SimpleNamespace(step=lambda theta, gradient, rate: gradients.append(gradient.clone()))]
