@@ -10,7 +10,7 @@ work=$(mktemp -d)
 chmod 755 "$work"
 mkdir "$work/state" "$work/munge" "$work/node1" "$work/node2"
 finish() {
-    for file in "$work"/*.pid "$work"/munge/munged.pid; do [ -e "$file" ] && kill "$(cat "$file")" || true; done
+    for file in "$work"/*.pid "$work"/munge/munged.pid; do [ -e "$file" ] && kill "$(cat "$file")" 2> /dev/null || true; done
     sleep 2
     rm -rf "$work" $conf
 }
