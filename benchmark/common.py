@@ -112,7 +112,7 @@ def setting(script: str, variant: str) -> str:
 
 FRONT = {  # README's table and picture: for each script one environment, its longest runs
     "ppo_continuous": "HalfCheetah-v4",
-    "a2c_atari": "PongNoFrameskip-v4",
+    "a2c_atari": "BreakoutNoFrameskip-v4",
     "a3c_atari": "PongDeterministic-v4",
     "dqn_per_atari": "PongNoFrameskip-v4",
     "qmix_smac": "3m",
