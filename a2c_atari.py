@@ -50,7 +50,7 @@ Where this differs from common practice, and why:
     first stack of an episode is padded with zeros.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
     `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
-  * At each checkpoint all environments begin new episodes, and the random numbers anew, with seeds made of (seed,
+  * At each checkpoint all environments begin new episodes, and random numbers restart, with seeds made of (seed,
     global_step), interrupted there or not: the vectorised emulator cannot save its state. So resuming is exact to the
     bit.
 

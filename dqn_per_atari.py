@@ -60,7 +60,7 @@ Where this differs from the papers or from common practice, and why:
   * Rewards are clipped to their sign for learning only; what is logged is the score of the whole episode.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
     `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
-  * At each checkpoint all environments begin new episodes, and the random numbers anew, with seeds made of (seed,
+  * At each checkpoint all environments begin new episodes, and random numbers restart, with seeds made of (seed,
     global_step), interrupted there or not: the vectorised emulator cannot save its state. So resuming is exact to the
     bit, where the checkpoint holds the replay.
 

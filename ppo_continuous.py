@@ -45,7 +45,7 @@ Where this differs from common practice, and why:
     step. The statistics begin with a count of 0, gymnasium's with 1e-4.
   * Logged losses and KL divergences are means over the minibatches of the last epoch, which is also what `--target-kl`
     looks at. CleanRL logs and compares the last minibatch, and so stops elsewhere.
-  * At each checkpoint the environments begin new episodes, and the random numbers anew, with seeds made of (seed,
+  * At each checkpoint the environments begin new episodes, and random numbers restart, with seeds made of (seed,
     global_step), interrupted there or not: gymnasium's common interface cannot save a simulator's state. So resuming is
     exact to the bit.
 

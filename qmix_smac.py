@@ -62,8 +62,8 @@ Where this differs from the papers or from their program, PyMARL, and why:
   * Three faults of the package SMAC are mended: after a crash its step() returns `0, True, {}` (the episode is
     dropped); the maximum that it divides rewards by counts enemies again if other units appear later; a reset before
     the end of the first episode launches a second program.
-  * At each checkpoint, which holds the replay too, the environments begin new episodes and the random numbers begin
-    anew, interrupted there or not. So resuming is exact to the bit, but not with StarCraft II, which keeps running with
+  * At each checkpoint, which holds the replay too, the environments begin new episodes and random numbers restart,
+    interrupted there or not. So resuming is exact to the bit, but not with StarCraft II, which keeps running with
     the seed of its launch.
 
 Steps are those of the team. SMAX runs on the CPU, whatever torch's device is. `--env-id smac/3m`, the real SMAC, needs
