@@ -27,21 +27,20 @@ fits the value function, and keeps the entropy up.
     r_t             rewards            (T, N)           reward, its sign only
     R_t             returns            (T, N)           n-step return, [A3C] Alg. S3
     A               advantages         (T, N)           R_t - V(s_t), [A3C] Sec. 4; with lambda < 1 [GAE] Eq. (16)
-                    chosen             (T, N)           1 where the agent chose a_t, 0 where FIRE was pressed for it
     \pi(a|s)        logits             (B, num_actions) before the softmax
     V(s)            values             (T, N)           value function
     H               entropy            ()               entropy of the policy
     \beta           ent_coef                            weight of the entropy, [A3C] Sec. 4
-                    vf_coef                             weight of (R - V)^2; no factor 1/2 in the loss, unlike in PPO
     t_max           num_steps                           length of a rollout
     g               square_avg                          moving average of the squared gradient, [A3C] Sec. 4
 
 Where this differs from common practice, and why:
   * RMSprop is TensorFlow's by default (epsilon inside the root, the average starting at one). The first steps of
-    PyTorch's are thousands of times as large, and whether Pong is learned has been seen to depend on it.
+    PyTorch's are thousands of times as large.
   * A lost life ends the return, not the episode, and the stack of frames goes on. On the first step of each life FIRE
     is pressed for the agent: an environment like Breakout would otherwise wait for ever for a policy that has forgotten
-    to. The policy gets no credit for it (such a step still fits the value function, and its entropy counts).
+    to. The policy gets no credit for it. Such a step still fits the value function, and its entropy counts: that of
+    [A3C] is of all steps, which are all the agent's.
   * [A3C] itself has one worker per environment without a lock, a smaller network, a learning rate that falls to zero
     (`--anneal-lr`), sums over the rollout where this has means, and no clipping of the gradient.
   * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
@@ -50,12 +49,10 @@ Where this differs from common practice, and why:
     first stack of an episode is padded with zeros.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
     `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
-  * At each checkpoint all environments begin new episodes, and random numbers restart, with seeds made of (seed,
-    global_step), interrupted there or not: the vectorised emulator cannot save its state. So resuming is exact to the
-    bit.
+  * At each checkpoint new episodes begin and random numbers restart, with seeds made of (seed, global_step), since
+    the vectorised emulator cannot save its state. So resuming is exact to the bit.
 
-Steps are agent steps of four frames. `torchrun` divides the environments among processes, the ranks. Scores and
-speeds: README.md.
+`torchrun` divides the environments among processes, the ranks. Scores and speeds: README.md.
 
     python a2c_atari.py --env-id BreakoutNoFrameskip-v4            # writes runs/BreakoutNoFrameskip-v4__a2c_...
     python a2c_atari.py --resume runs/BreakoutNoFrameskip-v4__...   # continues an interrupted run, exactly
@@ -149,7 +146,6 @@ class Args:
 
 def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv:
     """Make environments with observations (N, 4, 84, 84) in uint8, or in colour (N, 1, 210, 160, 3), for a video."""
-    gym.register_envs(ale_py)
     spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
     if not isinstance(spec.get("frameskip"), int):
         sys.exit(f"error: {args.env_id} is not an Atari environment of this kind: NameNoFrameskip-v4 or ALE/Name-v5")
@@ -177,10 +173,9 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
-    `first` is the number of the first environment here among those of all processes; the seeds follow these numbers.
+    `first` is the number of the first environment here among those of all ranks (A2C's); the seeds follow the numbers.
     `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
-    `finished` lists the episodes that it ended: (environment, score, length), the score unclipped, the length in agent
-    steps.
+    `finished` lists the episodes that it ended: (environment, score, length), unclipped and in agent steps.
     """
 
     def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
@@ -189,7 +184,7 @@ class AtariEnvs:
         buttons = list(self.envs.ale.get_action_set())
         self.num_actions = len(buttons)
         self.fire_action = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
-        self.recent_returns = deque(maxlen=100)
+        self.recent_scores = deque(maxlen=100)
 
     def reset(self, *key: int) -> np.ndarray:
         """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, C, H, W)."""
@@ -206,9 +201,8 @@ class AtariEnvs:
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Play one step with actions (N,).
 
-        Returns the observations to act on next (N, C, H, W), those that the actions led to (of the same shape;
-        another one where an episode ended), the rewards, clipped to their sign, the terminations (at a lost life too)
-        and the truncations (N,).
+        Returns observations to act on next (N, C, H, W), those that the actions led to (others where an episode ended),
+        rewards, clipped to their sign, terminations (at a lost life too), and truncations (N,).
         """
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
         self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
@@ -217,13 +211,12 @@ class AtariEnvs:
         over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
         self.frames = info["episode_frame_number"]
         self.fire = (terminations | truncations) & (self.fire_action is not None)
-        if not self.args.episodic_life:
-            terminations = terminations & over
+        terminations = terminations & (over | self.args.episodic_life)
         successors = np.where(over[:, None, None, None], info["final_obs"], next_obs) if over.any() else next_obs
         self.scores += rewards
         self.lengths += 1
         self.finished = [(i, float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(over)]
-        self.recent_returns.extend(score for _, score, _ in self.finished)
+        self.recent_scores.extend(score for _, score, _ in self.finished)
         self.scores[over] = self.lengths[over] = 0
         if self.recorded is not None:
             self.recorded.append(int(self.played[0]))
@@ -253,14 +246,11 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """Policy and value function on one convolutional trunk ([DQN] Methods, with two heads as in [A3C] Sec. 4).
-
-    With `bf16` it computes in bfloat16; the parameters stay float32.
-    """
+    """Policy and value function on one convolutional trunk ([DQN] Methods, with two heads as in [A3C] Sec. 4)."""
 
     def __init__(self, num_actions: int, conv3_filters: int = 64, bf16: bool = False) -> None:
         super().__init__()
-        self.bf16 = bf16
+        self.bf16 = bf16  # whether to compute in bfloat16; the parameters stay float32
         self.convolutions = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),  # (B, 32, 20, 20)
             nn.ReLU(),
@@ -319,8 +309,8 @@ def a2c_loss(logits, values, actions, chosen, advantages, returns, args) -> tupl
     r"""The loss to be minimised (), and its metrics {name: ()}. Tensors (B,), logits (B, num_actions).
 
     -\log\pi(a|s) A - \beta H(\pi(s)) + vf_coef (R - V)^2, averaged. The policy's gradient is minus that of [A3C] Sec. 4
-    (which ascends), the value's is that of Alg. S3 times vf_coef. `advantages` and `returns` are constants. FIRE
-    pressed for the agent is not its merit.
+    (which ascends), the value's is that of Alg. S3 times vf_coef. `advantages` and `returns` are constants. `chosen`
+    is 0 where FIRE was pressed for the agent, which is not its merit.
     """
     log_probs = logits.log_softmax(dim=-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
@@ -390,7 +380,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         gumbel_noise = rng.gumbel(size=(T, args.num_envs, envs.num_actions))[:, first : first + N]
         with torch.no_grad():
             for t in range(T):
-                # With their graph: the update reuses them, most of the work, as the parameters stay until then
+                # With their graph. The parameters stay until the update, which therefore uses these again
                 with torch.enable_grad():
                     b_features.append(agent.features(torch.from_numpy(next_obs).to(device)))  # uint8 across the bus
                 logits, value = agent.heads(b_features[t])
@@ -410,27 +400,25 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         ends = terminations if args.bootstrap_truncation else terminations | truncations
         advantages = compute_gae(rewards, values, next_values, ends, truncations, args.gamma, args.gae_lambda)
         returns = advantages + values
-        batch = (actions, chosen, advantages, returns)
-        b_actions, b_chosen, b_advantages, b_returns = (torch.from_numpy(x).view(-1).to(device) for x in batch)
+        batch = (torch.from_numpy(x).view(-1).to(device) for x in (actions, chosen, advantages, returns))
 
         # One step of gradient descent on the whole rollout: [A3C] Alg. S3, the gradients and the update
         logits, new_values = agent.heads(torch.cat(b_features))
-        loss, metrics = a2c_loss(logits, new_values, b_actions, b_chosen, b_advantages, b_returns, args)
+        loss, metrics = a2c_loss(logits, new_values, *batch, args)
         optimizer.zero_grad()
         loss.backward()
         average_gradients(agent)  # over the ranks
-        grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        if not grad_norm.isfinite():
+        metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        if not metrics["grad_norm"].isfinite():
             raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
         optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.step()
 
         if global_step // batch_size % args.log_interval == 0 or global_step == last_step:
-            explained_variance = 1 - np.var(advantages) / max(np.var(returns), 1e-12)
-            metrics |= {"grad_norm": grad_norm, "explained_variance": explained_variance}
+            metrics["explained_variance"] = 1 - np.var(advantages) / max(np.var(returns), 1e-12)
             run.log(global_step, {f"losses/{name}": metric for name, metric in metrics.items()})
             run.log(global_step, {"charts/learning_rate": learning_rate})
-            run.progress(global_step, envs.recent_returns)
+            run.progress(global_step, envs.recent_scores)
 
     leave_ranks()
     run.finish(global_step, "agent")
@@ -530,14 +518,15 @@ class Run:
         if args.track:
             import wandb
 
-            project, entity, run_id = args.wandb_project_name, args.wandb_entity, re.sub(r"\W+", "-", str(folder))
+            project, entity = args.wandb_project_name, args.wandb_entity
+            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             self.wandb = wandb
             os.environ.setdefault("WANDB_SILENT", "true")
             # A resumed run sends the points since its checkpoint again, with the same values
             wandb.init(project=project, entity=entity, id=run_id, resume="allow", sync_tensorboard=True)
             wandb.config.update(vars(args), allow_val_change=True)
         # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
-        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
+        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + bool(checkpoint), flush_secs=10)
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
@@ -546,15 +535,15 @@ class Run:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, global_step)
 
-    def progress(self, global_step: int, recent_returns: deque) -> None:
+    def progress(self, global_step: int, recent_scores: deque) -> None:
         """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
         self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
-        if recent_returns:
-            self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+        if recent_scores:
+            self.bar.set_postfix_str(f"return {np.mean(recent_scores):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
+        """What a checkpoint holds, or only the parts that are named. `seconds` are those of all processes till now."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: self.parts[name].state_dict() for name in names or self.parts}
@@ -654,10 +643,7 @@ class SilentRun:
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one.
-
-    The arguments in the checkpoint are the defaults of those that are not given.
-    """
+    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
@@ -671,7 +657,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
     if ":" in saved.env_id and saved.env_id != given.env_id:
         sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    args = tyro.cli(Args, default=saved)
+    args = tyro.cli(Args, default=saved)  # what is not given is as it was
     if args.env_id != saved.env_id:
         sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")
     return args, path if path.is_dir() else path.parent, checkpoint

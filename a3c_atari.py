@@ -30,7 +30,7 @@ once and without a lock ("Hogwild"), whatever the others are doing, takes a new 
     T               global_step                         agent steps of all workers together, `shared.steps.sum()`
     t_max           num_steps                           longest rollout; the end of an episode ends it too
     s_t             obs                (1, 1, 55, 42)   one frame, uint8 (four with --no-lstm; 42 rows with --no-crop)
-                    state              (1, 256) twice   h and c of the LSTM
+                    lstm_state         (1, 256) twice   h and c of the LSTM
     a_t             actions            (t,)             index among the environment's actions
     r_t             rewards            (t,)             reward, its sign only
     R               returns            (t,)             n-step return, [A3C] Alg. S3; with lambda < 1 the lambda-return
@@ -50,20 +50,20 @@ Where this differs from the paper or from common practice, and why:
     that it works all the same is what [A3C] found. The length of a step of Adam is bounded, see `SharedAdam`.
   * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than t small ones.
   * Size of frames, network, Adam and its rate, 20 steps and the clipping are github.com/ikostrikov/pytorch-a3c's. The
-    paper has 84x84 frames, RMSprop (`--optimizer rmsprop`), a falling rate (`--anneal-lr`), 5 steps, no clipping.
+    paper has 84x84 frames, two convolutions and a layer of 256 units ([A3C] Suppl. Sec. 8) before as many LSTM cells,
+    RMSprop (`--optimizer rmsprop`), a falling rate (`--anneal-lr`), 5 steps, no clipping.
   * pytorch-a3c crops the same rows to the pixel (our last row has some of Pong's lower border in it), normalises by
     running averages of each process, never saved (here each observation by its own mean and deviation), and begins with
     uniform weights (here orthogonal, as in OpenAI's baselines ([37]); the LSTM's are PyTorch's, its biases zero). With
     lambda < 1 it keeps the n-step return as the target of the values.
   * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
-  * Rewards are clipped to their sign for learning only; what is logged is the score of the whole episode.
   * On the first step of each life FIRE is pressed for the agent: an environment like Breakout would otherwise wait for
     ever for a policy that has forgotten to. Such a step fits the value function; the policy's terms leave it out.
   * `PongNoFrameskip-v4` (or `PongDeterministic-v4`: the same environment here) has no sticky actions, `ALE/Pong-v5`
     repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
   * At each checkpoint the workers wait, the model is evaluated and saved, and new episodes begin with seeds made of
-    (seed, global_step, worker), interrupted there or not. So with one worker resuming is exact to the bit. With more,
-    the order of updates is the operating system's, in any run.
+    (seed, global_step, worker). So with one worker resuming is exact to the bit. With more, the order of updates is
+    the operating system's, in any run.
 
 Scores and speeds: README.md.
 
@@ -95,9 +95,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-if __name__ == "__mp_main__" and sys.platform == "linux":  # a worker, which has seconds of imports before it
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it ends without a word on Ctrl-C,
-    ctypes.CDLL(None).prctl(1, signal.SIGINT)  # and by PR_SET_PDEATHSIG as soon as its parent ends
+if __name__ == "__mp_main__" and sys.platform == "linux":
+    # A worker imports for seconds. Until then too Ctrl-C ends it without a word, and PR_SET_PDEATHSIG with its parent
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGINT)
 
 import ale_py
 import gymnasium as gym
@@ -117,11 +118,11 @@ class Args:
 
     env_id: str = "PongDeterministic-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 with sticky actions
     total_timesteps: int = 10_000_000  # agent steps of all workers together, four frames each (or a few more)
-    num_workers: int = 4  # processes that play and learn (pytorch-a3c has 4, the paper 16; 8 on 2 cores are slower)
+    num_workers: int = 4  # processes that play and learn (pytorch-a3c has 4, the paper 16; 8 on 2 cores lose a fifth)
     num_steps: int = 20  # t_max: agent steps of a worker between updates
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 1.0  # lambda of generalised advantage estimation; 1 is the paper's n-step return
-    episodic_life: bool = False  # whether a lost life ends the return (the episode goes on)
+    episodic_life: bool = False  # whether a lost life ends return and LSTM state (the episode goes on)
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of half the squared value error
     max_grad_norm: float = 50.0  # norm to which gradients are clipped
@@ -171,7 +172,6 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 
     C is one frame with an LSTM, four without; H is 42, or 55 of which the network crops 42.
     """
-    gym.register_envs(ale_py)
     spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
     if not isinstance(spec.get("frameskip"), int):
         sys.exit(f"error: {args.env_id} is not an Atari environment of this kind: NameNoFrameskip-v4 or ALE/Name-v5")
@@ -199,10 +199,9 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
-    `first` is the number of the first environment here among those of all processes; the seeds follow these numbers.
+    `first` is the number of the first environment here among those of all ranks (A2C's); the seeds follow the numbers.
     `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
-    `finished` lists the episodes that it ended: (environment, score, length), the score unclipped, the length in agent
-    steps.
+    `finished` lists the episodes that it ended: (environment, score, length), unclipped and in agent steps.
     """
 
     def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
@@ -211,7 +210,7 @@ class AtariEnvs:
         buttons = list(self.envs.ale.get_action_set())
         self.num_actions = len(buttons)
         self.fire_action = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
-        self.recent_returns = deque(maxlen=100)
+        self.recent_scores = deque(maxlen=100)
 
     def reset(self, *key: int) -> np.ndarray:
         """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, C, H, W)."""
@@ -228,9 +227,8 @@ class AtariEnvs:
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Play one step with actions (N,).
 
-        Returns the observations to act on next (N, C, H, W), those that the actions led to (of the same shape;
-        another one where an episode ended), the rewards, clipped to their sign, the terminations (at a lost life too)
-        and the truncations (N,).
+        Returns observations to act on next (N, C, H, W), those that the actions led to (others where an episode ended),
+        rewards, clipped to their sign, terminations (at a lost life too), and truncations (N,).
         """
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
         self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
@@ -239,13 +237,12 @@ class AtariEnvs:
         over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
         self.frames = info["episode_frame_number"]
         self.fire = (terminations | truncations) & (self.fire_action is not None)
-        if not self.args.episodic_life:
-            terminations = terminations & over
+        terminations = terminations & (over | self.args.episodic_life)
         successors = np.where(over[:, None, None, None], info["final_obs"], next_obs) if over.any() else next_obs
         self.scores += rewards
         self.lengths += 1
         self.finished = [(i, float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(over)]
-        self.recent_returns.extend(score for _, score, _ in self.finished)
+        self.recent_scores.extend(score for _, score, _ in self.finished)
         self.scores[over] = self.lengths[over] = 0
         if self.recorded is not None:
             self.recorded.append(int(self.played[0]))
@@ -275,11 +272,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """Policy and value function on four convolutions and an LSTM, or without `lstm` a linear layer in its place.
-
-    The convolutions are pytorch-a3c's. [A3C] Suppl. Sec. 8 has two, on larger frames, and a layer of 256 units, behind
-    which come the same 256 LSTM cells (Sec. 5.1).
-    """
+    """Policy and value function on four convolutions and an LSTM, or without `lstm` a linear layer in its place."""
 
     def __init__(self, num_actions: int, lstm: bool = True) -> None:
         super().__init__()
@@ -310,18 +303,18 @@ class Agent(nn.Module):
         std, mean = torch.std_mean(frames, dim=(1, 2, 3), keepdim=True)
         return self.trunk(frames.sub_(mean).div_(std.clamp(min=1)))  # a blank screen has no deviation
 
-    def step(self, obs: torch.Tensor, state: tuple) -> tuple[torch.Tensor, tuple]:
+    def step(self, obs: torch.Tensor, lstm_state: tuple) -> tuple[torch.Tensor, tuple]:
         """One step in each of N environments: logits (N, A) and the next state, of obs (N, C, H, 42) and a state."""
         hidden = self.features(obs)
         if self.lstm is None:
-            return self.policy_head(self.linear(hidden)), state
-        state = torch.lstm_cell(hidden, state, *self.lstm.all_weights[0])  # for one step faster than nn.LSTM
-        return self.policy_head(state[0]), state
+            return self.policy_head(self.linear(hidden)), lstm_state
+        lstm_state = torch.lstm_cell(hidden, lstm_state, *self.lstm.all_weights[0])  # for one step faster than nn.LSTM
+        return self.policy_head(lstm_state[0]), lstm_state
 
-    def forward(self, obs: torch.Tensor, state: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, obs: torch.Tensor, lstm_state: tuple) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (t, A), values (t,) of t successive obs (t, C, H, 42) of one environment, from the state before."""
         hidden = self.features(obs)
-        hidden = self.linear(hidden) if self.lstm is None else self.lstm(hidden, state)[0]
+        hidden = self.linear(hidden) if self.lstm is None else self.lstm(hidden, lstm_state)[0]
         return self.policy_head(hidden), self.value_head(hidden).squeeze(-1)
 
 
@@ -395,8 +388,7 @@ class SharedAdam(nn.Module):
 
     def step(self, theta: torch.Tensor, grad: torch.Tensor, learning_rate: float) -> None:
         beta1, beta2, eps = 0.9, 0.999, 1e-8
-        self.t += 1
-        t = int(self.t)
+        t = int(self.t.add_(1))
         self.m.mul_(beta1).add_(grad, alpha=1 - beta1)
         self.v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)  # Trap: lerp_ reads v twice, and may make it negative
         m_hat, v_hat = self.m / (1 - beta1**t), self.v / (1 - beta2**t)
@@ -449,7 +441,7 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
         next_checkpoint = (checkpoint_step // args.checkpoint_interval + 1) * args.checkpoint_interval
         key = (checkpoint_step, 2 + rank)  # of random numbers; the evaluation's is (checkpoint_step, 1)
         obs, rng = envs.reset(*key), np.random.default_rng([args.seed, *key])  # new episodes, and the actions
-        state = local_model.initial_state(1)
+        lstm_state = local_model.initial_state(1)
         updates = 0
 
         while (global_step := int(shared.steps.sum())) < min(next_checkpoint, args.total_timesteps):
@@ -457,16 +449,16 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
             local_theta.copy_(shared.theta)
 
             # Play t_max steps, or to the end of the episode
-            rollout, first_state, ended = [], state, False
+            rollout, first_state, ended = [], lstm_state, False
             while len(rollout) < args.num_steps and not ended:
                 with torch.no_grad():
-                    logits, state = act(torch.from_numpy(obs).to(device), state)
+                    logits, lstm_state = act(torch.from_numpy(obs).to(device), lstm_state)
                 action, chosen = sample(logits, rng.gumbel(size=logits.shape)), ~envs.fire
                 next_obs, successor, reward, termination, truncation = envs.step(action)
                 rollout.append((obs, action, chosen, reward, termination, truncation))
                 obs, ended = next_obs, termination[0] or truncation[0]
                 if ended:
-                    state = local_model.initial_state(1)
+                    lstm_state = local_model.initial_state(1)
 
             # The rollout once more, as one batch and with a graph, from the state before it, which is a constant. The
             # row behind it is the last successor: R = V(s_t), or 0 if it is terminal, and then, backwards,
@@ -521,7 +513,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     steps = torch.zeros(args.num_workers, dtype=torch.int64)
     steps[0] = global_step
     shared = Shared(theta, optimizers, steps, torch.tensor(global_step), mp.get_context("spawn").SimpleQueue())
-    recent_returns = deque(maxlen=100)
+    recent_scores = deque(maxlen=100)
     # Tensors that are sent to a process move to shared memory. Daemons end with this process. Trap: forked instead of
     # spawned, a worker would hang in its first convolution
     workers = mp.spawn(actor_learner, (args, run_folder, shared), nprocs=args.num_workers, join=False, daemon=True)
@@ -535,9 +527,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 run.log(step, scalars)
                 stopped += not scalars
                 if "charts/episodic_return" in scalars:
-                    recent_returns.append(scalars["charts/episodic_return"])
+                    recent_scores.append(scalars["charts/episodic_return"])
                 else:
-                    run.progress(step, recent_returns)
+                    run.progress(step, recent_scores)
 
         global_step = int(shared.steps.sum())
         if global_step < args.total_timesteps:
@@ -567,13 +559,13 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     agent = Agent(envs.num_actions, args.lstm).to(device)
     restore({"agent": agent}, model)
     rng, scores = np.random.default_rng([args.seed, model["global_step"], 1]), {}
-    obs, state = envs.reset(model["global_step"], 1), agent.initial_state(args.eval_episodes)
+    obs, lstm_state = envs.reset(model["global_step"], 1), agent.initial_state(args.eval_episodes)
     while len(scores) < args.eval_episodes:
-        logits, state = agent.step(torch.from_numpy(obs).to(device), state)
+        logits, lstm_state = agent.step(torch.from_numpy(obs).to(device), lstm_state)
         noise = 0 if args.greedy else rng.gumbel(size=logits.shape)
         obs, _, _, terminations, truncations = envs.step(sample(logits, noise))
         going = torch.from_numpy(~(terminations | truncations)).to(device)[:, None]
-        state = tuple(part * going for part in state)
+        lstm_state = tuple(part * going for part in lstm_state)
         scores = {i: score for i, score, _ in envs.finished} | scores  # the first episode of each environment
     scores = [scores[i] for i in range(args.eval_episodes)]
     kind = "greedy" if args.greedy else "sampled"
@@ -645,14 +637,15 @@ class Run:
         if args.track:
             import wandb
 
-            project, entity, run_id = args.wandb_project_name, args.wandb_entity, re.sub(r"\W+", "-", str(folder))
+            project, entity = args.wandb_project_name, args.wandb_entity
+            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             self.wandb = wandb
             os.environ.setdefault("WANDB_SILENT", "true")
             # A resumed run sends the points since its checkpoint again, with the same values
             wandb.init(project=project, entity=entity, id=run_id, resume="allow", sync_tensorboard=True)
             wandb.config.update(vars(args), allow_val_change=True)
         # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
-        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
+        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + bool(checkpoint), flush_secs=10)
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
@@ -661,15 +654,15 @@ class Run:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, global_step)
 
-    def progress(self, global_step: int, recent_returns: deque) -> None:
+    def progress(self, global_step: int, recent_scores: deque) -> None:
         """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
         self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
-        if recent_returns:
-            self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+        if recent_scores:
+            self.bar.set_postfix_str(f"return {np.mean(recent_scores):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
+        """What a checkpoint holds, or only the parts that are named. `seconds` are those of all processes till now."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: self.parts[name].state_dict() for name in names or self.parts}
@@ -738,10 +731,7 @@ def traced_step(agent: Agent, envs: AtariEnvs, args: Args) -> Callable:
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one.
-
-    The arguments in the checkpoint are the defaults of those that are not given.
-    """
+    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
@@ -755,7 +745,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
     if ":" in saved.env_id and saved.env_id != given.env_id:
         sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    args = tyro.cli(Args, default=saved)
+    args = tyro.cli(Args, default=saved)  # what is not given is as it was
     if args.env_id != saved.env_id:
         sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")
     return args, path if path.is_dir() else path.parent, checkpoint

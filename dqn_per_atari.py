@@ -40,29 +40,26 @@ next, as an older copy of the network sees it.
 
 Where this differs from the papers or from common practice, and why:
   * The defaults are those of labml's annotated DQN, but for its replay of 2^14 transitions (`--buffer-size 16384`) and
-    its 32 million steps. Rewards are clipped, as in [DQN], and draws stratified, as in [PER]; labml does neither. As in
-    labml, a layer of 512 stands before streams of 256; [DUEL]'s streams of 512 begin at the convolutions. [DUEL] clips
-    gradients to norm 10, not 0.5, and scales those that enter the last convolution by 1/sqrt(2). [PER]'s learning rate,
-    a quarter of [DQN]'s, is of RMSprop, whose steps do not compare with Adam's.
+    its 32 million steps. Rewards, not scores, are clipped to their sign, as in [DQN], and draws stratified, as in
+    [PER]; labml does neither. As in labml, a layer of 512 stands before streams of 256; [DUEL]'s streams of 512 begin
+    at the convolutions. [DUEL] clips gradients to norm 10, not 0.5, and scales those that enter the last convolution by
+    1/sqrt(2). [PER]'s learning rate, a quarter of [DQN]'s, is of RMSprop, whose steps do not compare with Adam's.
   * The target network is copied every 250 iterations. These are 2,000 gradient steps and 8,000 agent steps, a fifth of
     [DQN]'s 10,000 and 40,000.
   * Epsilon and beta depend on the fraction of the run that is over. To extend a run moves both back.
   * Priorities are of the TD error as it is; [PER] clips it to [-1, 1], as the Huber loss here clips its gradient. The
     highest priority ever, with which new transitions begin, never falls. Weights are divided by the minibatch's largest
     one; the largest of the whole memory would need a second tree.
-  * Each frame is stored once: 7 GB for a million, against 56 GB of stored pairs.
   * A time limit is not a failure, nor is the end of an episode at a checkpoint. [TIME] bootstraps there; here the n
     transitions before it are never drawn, because the replay does not hold the observation that the episode ends with.
     (At its time limit ale-py 0.12.1 gives one whose newest frame is stale.)
   * With `--n-step` above 1 the rewards are those of an older policy, and nothing corrects for it, as in [RBW].
   * A lost life ends the return, not the episode, and the stack of frames goes on. On the first step of each life FIRE
     is pressed for the agent: in an environment like Breakout one that never chooses FIRE would wait for ever.
-  * Rewards are clipped to their sign for learning only; what is logged is the score of the whole episode.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
     `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
-  * At each checkpoint all environments begin new episodes, and random numbers restart, with seeds made of (seed,
-    global_step), interrupted there or not: the vectorised emulator cannot save its state. So resuming is exact to the
-    bit, where the checkpoint holds the replay.
+  * At each checkpoint new episodes begin and random numbers restart, with seeds made of (seed, global_step), since
+    the vectorised emulator cannot save its state. So resuming is exact to the bit, if the checkpoint holds the replay.
 
 A file live.json in the folder of a run changes its learning rate: {"learning_rate": 5e-5}. The script takes it over,
 writes a checkpoint with it, and deletes the file. Scores and speeds: README.md.
@@ -175,7 +172,6 @@ class Args:
 
 def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv:
     """Make environments with observations (N, 4, 84, 84) in uint8, or in colour (N, 1, 210, 160, 3), for a video."""
-    gym.register_envs(ale_py)
     spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
     if not isinstance(spec.get("frameskip"), int):
         sys.exit(f"error: {args.env_id} is not an Atari environment of this kind: NameNoFrameskip-v4 or ALE/Name-v5")
@@ -203,10 +199,9 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
-    `first` is the number of the first environment here among those of all processes; the seeds follow these numbers.
+    `first` is the number of the first environment here among those of all ranks (A2C's); the seeds follow the numbers.
     `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
-    `finished` lists the episodes that it ended: (environment, score, length), the score unclipped, the length in agent
-    steps.
+    `finished` lists the episodes that it ended: (environment, score, length), unclipped and in agent steps.
     """
 
     def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
@@ -215,7 +210,7 @@ class AtariEnvs:
         buttons = list(self.envs.ale.get_action_set())
         self.num_actions = len(buttons)
         self.fire_action = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
-        self.recent_returns = deque(maxlen=100)
+        self.recent_scores = deque(maxlen=100)
 
     def reset(self, *key: int) -> np.ndarray:
         """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, C, H, W)."""
@@ -232,9 +227,8 @@ class AtariEnvs:
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Play one step with actions (N,).
 
-        Returns the observations to act on next (N, C, H, W), those that the actions led to (of the same shape;
-        another one where an episode ended), the rewards, clipped to their sign, the terminations (at a lost life too)
-        and the truncations (N,).
+        Returns observations to act on next (N, C, H, W), those that the actions led to (others where an episode ended),
+        rewards, clipped to their sign, terminations (at a lost life too), and truncations (N,).
         """
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
         self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
@@ -243,13 +237,12 @@ class AtariEnvs:
         over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
         self.frames = info["episode_frame_number"]
         self.fire = (terminations | truncations) & (self.fire_action is not None)
-        if not self.args.episodic_life:
-            terminations = terminations & over
+        terminations = terminations & (over | self.args.episodic_life)
         successors = np.where(over[:, None, None, None], info["final_obs"], next_obs) if over.any() else next_obs
         self.scores += rewards
         self.lengths += 1
         self.finished = [(i, float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(over)]
-        self.recent_returns.extend(score for _, score, _ in self.finished)
+        self.recent_scores.extend(score for _, score, _ in self.finished)
         self.scores[over] = self.lengths[over] = 0
         if self.recorded is not None:
             self.recorded.append(int(self.played[0]))
@@ -328,15 +321,12 @@ class SumTree:
         self.leaves = self.nodes[self.first_leaf :][:capacity]  # a view
 
     def set(self, leaves: np.ndarray, values: np.ndarray | float) -> None:
-        """Write values (K,) to leaves (K,); of a leaf named twice the last one stays.
-
-        Sums are computed from both children again: nothing drifts.
-        """
+        """Write values (K,) to leaves (K,)."""
         nodes = self.first_leaf + leaves
-        self.nodes[nodes] = values
+        self.nodes[nodes] = values  # of a leaf named twice the last value stays
         for _ in range(self.depth):
             nodes = nodes // 2
-            self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
+            self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]  # computed again: nothing drifts
 
     def find(self, values: np.ndarray) -> np.ndarray:
         """For each value (K,) in [0, sum of all leaves) the leaf (K,) in whose part of the cumulated sum it lies."""
@@ -351,10 +341,7 @@ class SumTree:
 
 
 def importance_weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
-    r"""w_i (B,) of probabilities (B,): w_i = (N P(i))^{-\beta} / \max_j w_j, [PER] Alg. 1, line 10.
-
-    The maximum is the minibatch's. [PER]'s N, the size of its replay, cancels out, as any other factor.
-    """
+    r"""w_i (B,) of P(i) (B,): w_i = (N P(i))^{-\beta} / \max_j w_j, [PER] Alg. 1, line 10. The factor N cancels out."""
     return (probabilities / probabilities.min()) ** -beta
 
 
@@ -388,7 +375,7 @@ class Replay:
         # The last frame stays blank. Trap: torch.zeros would take the memory at once, and not as it fills
         self.frames = np.zeros((size + 1, 84, 84), np.uint8)
         self.lengths, self.actions, self.returns = np.zeros(size, int), np.zeros(size, int), np.zeros(size)
-        self.alive = np.zeros(size, bool)  # whether no termination ended R^(n), so that a bootstrap follows
+        self.alive = np.ones(size, bool)  # whether no termination ended R^(n), so that a bootstrap follows
         # A saved replay fits only where these agree. R^(n) depends on gamma only if n > 1
         self.layout = (size, self.N, self.n, self.gamma ** (self.n - 1), self.alpha)
         self.tree = SumTree(size)
@@ -414,10 +401,9 @@ class Replay:
             self.returns[rows] += self.gamma**k * self.alive[rows] * rewards
             self.alive[rows] &= ~(terminations & (lengths >= k))  # if that step was in the same episode
         self.tree.set(self.later(new, 3), 0.0)  # (1) in the picture; those before them became zero in earlier steps
-        if self.count > self.n * self.N:
-            rows = self.later(new, -self.n)  # this step is their s_{t+n}, if they were in the same episode
-            cut_off = self.alive[rows] & (lengths < self.n)
-            self.tree.set(rows, np.where(cut_off, 0.0, self.max_priority**self.alpha))
+        rows = self.later(new, -self.n)  # this step is their s_{t+n}, if they were in the same episode
+        cut_off = self.alive[rows] & (lengths < self.n)  # as are the rows before the very first
+        self.tree.set(rows, np.where(cut_off, 0.0, self.max_priority**self.alpha))
 
     def stacks(self, rows: np.ndarray) -> np.ndarray:
         """The four frames (B, 4, 84, 84) that the agent saw at rows (B,)."""
@@ -432,8 +418,6 @@ class Replay:
         the discount is 0, next_obs does not matter: it may be of another episode.
         """
         total = self.tree.nodes[1]
-        if total == 0:
-            raise ValueError("nothing can be drawn yet")
         rows = self.tree.find((np.arange(batch_size) + rng.random(batch_size)) / batch_size * total)
         obs, next_obs = self.stacks(rows), self.stacks(self.later(rows, self.n))
         weights = importance_weights(self.tree.leaves[rows] / total, beta)
@@ -449,18 +433,11 @@ class Replay:
         self.tree.set(rows, priorities**self.alpha)
         self.max_priority = max(self.max_priority, float(priorities.max()))
 
-    def pieces(self) -> list[np.ndarray]:
-        """The frames that have been written, in pieces that are compressed each by itself."""
-        return np.split(self.frames[:-1][: self.count], range(PIECE, min(self.count, self.size), PIECE))
-
     def state_dict(self) -> dict:
-        """The state between episodes. The frames are compressed: a million, 7 GB, become less than one."""
+        """The state between episodes."""
         state = {"count": self.count, "max_priority": self.max_priority, "layout": self.layout}
         state |= {name: torch.tensor(getattr(self, name)) for name in self.columns}
-        with ThreadPoolExecutor(8) as pool:  # a line of the screen in all frames, then the next: this packs better
-            packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), level=1), self.pieces())
-            frames = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
-        return state | {"leaves": torch.tensor(self.tree.leaves), "frames": frames}
+        return state | {"leaves": torch.tensor(self.tree.leaves), "frames": pack(self.frames[:-1][: self.count])}
 
     def load_state_dict(self, state: dict) -> None:
         if tuple(state["layout"]) != self.layout:
@@ -469,8 +446,7 @@ class Replay:
         for name in self.columns:
             getattr(self, name)[:] = state[name].numpy()
         self.tree.set(np.arange(self.size), state["leaves"].numpy())
-        for data, piece in zip(state["frames"], self.pieces()):
-            piece[:] = np.frombuffer(zlib.decompress(data.numpy()), np.uint8).reshape(84, -1, 84).swapaxes(0, 1)
+        unpack(state["frames"], self.frames[:-1][: self.count])
 
 
 def td_loss(q_network, target_network, obs, actions, returns, discounts, next_obs, weights, double) -> tuple:
@@ -520,6 +496,8 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     parts = {"agent": q_network, "target_network": target_network, "optimizer": optimizer}
     parts |= {"replay": replay} if args.checkpoint_replay else {}
     global_step = restore(parts, checkpoint) if checkpoint else 0
+    if checkpoint and args.learning_rate != checkpoint["args"]["learning_rate"]:  # else it is live.json's, if that came
+        optimizer.param_groups[0]["lr"] = args.learning_rate
     steps = args.num_steps * args.num_envs  # agent steps per iteration
     last_step = math.ceil(args.total_timesteps / steps) * steps
     run = Run(args, run_folder, checkpoint, parts, last_step)
@@ -530,7 +508,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         iteration = global_step // steps
         live_rate = live_learning_rate(run_folder) if iteration % args.log_interval == 0 else None
         if obs is None or live_rate or global_step % args.checkpoint_interval < steps:
-            optimizer.param_groups[0]["lr"] = args.learning_rate = live_rate or args.learning_rate
+            optimizer.param_groups[0]["lr"] = live_rate or optimizer.param_groups[0]["lr"]
             run.save_checkpoint(global_step)
             obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
             rng = np.random.default_rng([args.seed, global_step])  # and new random numbers
@@ -568,11 +546,12 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
         if iteration % args.log_interval == 0 or global_step == last_step:
-            metrics = {"charts/learning_rate": args.learning_rate, "charts/epsilon": epsilon, "charts/per_beta": beta}
+            metrics = {"charts/epsilon": epsilon, "charts/per_beta": beta}
+            metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             if learning:
                 metrics |= {"losses/td_loss": loss, "losses/q_values": values.mean(), "losses/grad_norm": grad_norm}
             run.log(global_step, metrics)
-            run.progress(global_step, envs.recent_returns)
+            run.progress(global_step, envs.recent_scores)
 
     run.finish(global_step, "agent")
 
@@ -615,6 +594,24 @@ def live_learning_rate(run_folder: Path) -> float | None:
                 return rate
         print(f'note: {path} is ignored: it must be like {{"learning_rate": 5e-05}}', file=sys.stderr)
         path.unlink()
+
+
+def pieces(frames: np.ndarray) -> list[np.ndarray]:
+    """Frames (K, 84, 84) in pieces that are compressed each by itself."""
+    return np.split(frames, range(PIECE, len(frames), PIECE))
+
+
+def pack(frames: np.ndarray) -> list[torch.Tensor]:
+    """Compress frames (K, 84, 84): a million, 7 GB, become less than one."""
+    with ThreadPoolExecutor(8) as pool:  # a line of the screen in all frames, then the next: this packs better
+        packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), level=1), pieces(frames))
+        return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
+
+
+def unpack(packed: list[torch.Tensor], frames: np.ndarray) -> None:
+    """Write the frames that `pack` has compressed into an array of their size."""
+    for data, piece in zip(packed, pieces(frames)):
+        piece[:] = np.frombuffer(zlib.decompress(data.numpy()), np.uint8).reshape(84, -1, 84).swapaxes(0, 1)
 
 
 def speed_up_cpu() -> None:
@@ -699,14 +696,15 @@ class Run:
         if args.track:
             import wandb
 
-            project, entity, run_id = args.wandb_project_name, args.wandb_entity, re.sub(r"\W+", "-", str(folder))
+            project, entity = args.wandb_project_name, args.wandb_entity
+            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             self.wandb = wandb
             os.environ.setdefault("WANDB_SILENT", "true")
             # A resumed run sends the points since its checkpoint again, with the same values
             wandb.init(project=project, entity=entity, id=run_id, resume="allow", sync_tensorboard=True)
             wandb.config.update(vars(args), allow_val_change=True)
         # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
-        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
+        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + bool(checkpoint), flush_secs=10)
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
@@ -715,15 +713,15 @@ class Run:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, global_step)
 
-    def progress(self, global_step: int, recent_returns: deque) -> None:
+    def progress(self, global_step: int, recent_scores: deque) -> None:
         """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
         self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
-        if recent_returns:
-            self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+        if recent_scores:
+            self.bar.set_postfix_str(f"return {np.mean(recent_scores):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
+        """What a checkpoint holds, or only the parts that are named. `seconds` are those of all processes till now."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: self.parts[name].state_dict() for name in names or self.parts}
@@ -770,10 +768,7 @@ class Run:
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one.
-
-    The arguments in the checkpoint are the defaults of those that are not given.
-    """
+    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
@@ -787,7 +782,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
     if ":" in saved.env_id and saved.env_id != given.env_id:
         sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    args = tyro.cli(Args, default=saved)
+    args = tyro.cli(Args, default=saved)  # what is not given is as it was
     if args.env_id != saved.env_id:
         sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")
     return args, path if path.is_dir() else path.parent, checkpoint

@@ -12,7 +12,7 @@ The policy plays `num_steps` steps in every environment, and GAE estimates the a
 clipped to [1 - epsilon, 1 + epsilon]: a gain beyond is not counted. That takes away the incentive to move the ratio
 further; it bounds nothing. The same minibatches fit the value function.
 
-[PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
+[PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347 (lines of Alg. 1: we count)
 [GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation",
         arXiv:1506.02438
 [TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
@@ -33,7 +33,7 @@ further; it bounds nothing. The same minibatches fit the value function.
     c_1             vf_coef / 2                   weight of the squared value error, [PPO] Eq. (9): the loss halves it
     c_2             ent_coef                      weight of the entropy, [PPO] Eq. (9)
     K               update_epochs                 epochs over a batch, [PPO] Alg. 1
-    \theta          theta              (P,)       all parameters in one vector
+    \theta          theta              (P,)       all P parameters in one vector
     m, v, t         exp_avg, exp_avg_sq, adam_steps   Adam's moments (P,) and its count of steps (), [ADAM] Alg. 1
 
 Where this differs from common practice, and why:
@@ -45,9 +45,8 @@ Where this differs from common practice, and why:
     step. The statistics begin with a count of 0, gymnasium's with 1e-4.
   * Logged losses and KL divergences are means over the minibatches of the last epoch, which is also what `--target-kl`
     looks at. CleanRL logs and compares the last minibatch, and so stops elsewhere.
-  * At each checkpoint the environments begin new episodes, and random numbers restart, with seeds made of (seed,
-    global_step), interrupted there or not: gymnasium's common interface cannot save a simulator's state. So resuming is
-    exact to the bit.
+  * At each checkpoint new episodes begin and random numbers restart, with seeds made of (seed, global_step), since
+    gymnasium's common interface cannot save a simulator's state. So resuming is exact to the bit.
 
 Steps are agent steps. The networks are small: a GPU would wait most of the time. Scores and speeds: README.md.
 
@@ -149,11 +148,10 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
     gym.logger.min_level = gym.logger.ERROR  # nothing about newer versions of an environment
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads this once, when it is imported
-    with contextlib.suppress(ImportError):
-        import mujoco
+    import mujoco
 
-        # Trap: without this MuJoCo 4 prints a remark of its compiler and leaves MUJOCO_LOG.TXT behind
-        mujoco.set_mju_user_warning(lambda message: None)
+    # Trap: without this MuJoCo 4 prints a remark of its compiler and leaves MUJOCO_LOG.TXT behind
+    mujoco.set_mju_user_warning(lambda message: None)
     env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
     if not isinstance(env.action_space, gym.spaces.Box) or len(env.action_space.shape) != 1:
         sys.exit(f"error: {env_id} has the actions {env.action_space}; this script needs a Box of one dimension")
@@ -203,7 +201,7 @@ class Environments:
         self.low, self.high = self.envs[0].action_space.low, self.envs[0].action_space.high
         self.obs_dim, self.action_dim = len(self.envs[0].observation_space.low), len(self.low)
         self.obs_stats, self.return_stats = RunningMeanStd((self.obs_dim,)), RunningMeanStd(())
-        self.recent_returns = deque(maxlen=100)
+        self.recent_scores = deque(maxlen=100)
 
     def reset(self, *key: int) -> np.ndarray:
         """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, D)."""
@@ -224,20 +222,19 @@ class Environments:
         Returns the observations to act on next (N, D), those that the actions led to (N, D; another one where an
         episode ended), the scaled rewards, the terminations and the truncations (N,).
         """
-        steps = [env.step(action) for env, action in zip(self.envs, actions.clip(self.low, self.high))]
-        raw_obs, raw_rewards, terminations, truncations, _ = zip(*steps)
-        raw_rewards = np.array(raw_rewards)
-        successors, rewards = self.normalise(np.array(raw_obs)), self.scale(raw_rewards)
+        steps = [env.step(action)[:4] for env, action in zip(self.envs, actions.clip(self.low, self.high))]
+        raw_obs, raw_rewards, terminations, truncations = map(np.array, zip(*steps))
+        successors, rewards = self.normalise(raw_obs), self.scale(raw_rewards)
         next_obs, self.finished = successors.copy(), []
         self.scores += raw_rewards
         for i in range(self.num_envs):
             self.lengths[i] += 1
             if terminations[i] or truncations[i]:
                 self.finished.append((i, float(self.scores[i]), int(self.lengths[i])))
-                self.recent_returns.append(float(self.scores[i]))
+                self.recent_scores.append(float(self.scores[i]))
                 next_obs[i] = self.normalise(self.envs[i].reset()[0][None])
                 self.discounted_returns[i] = self.scores[i] = self.lengths[i] = 0
-        return next_obs, successors, rewards, np.array(terminations), np.array(truncations)
+        return next_obs, successors, rewards, terminations, truncations
 
     def normalise(self, raw_obs: np.ndarray) -> np.ndarray:
         """Count observations (M, D); (x - mean) / std, clipped, float32 ([37], continuous details 6 and 7)."""
@@ -437,7 +434,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         run.log(global_step, {f"losses/{name}": metric for name, metric in metrics.items()})
         explained_variance = 1 - np.var(advantages) / max(np.var(advantages + values), 1e-12)
         run.log(global_step, {"losses/explained_variance": explained_variance, "charts/learning_rate": learning_rate})
-        run.progress(global_step, envs.recent_returns)
+        run.progress(global_step, envs.recent_scores)
 
     envs.close()
     run.finish(global_step, "agent", "obs_stats")
@@ -534,14 +531,15 @@ class Run:
         if args.track:
             import wandb
 
-            project, entity, run_id = args.wandb_project_name, args.wandb_entity, re.sub(r"\W+", "-", str(folder))
+            project, entity = args.wandb_project_name, args.wandb_entity
+            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             self.wandb = wandb
             os.environ.setdefault("WANDB_SILENT", "true")
             # A resumed run sends the points since its checkpoint again, with the same values
             wandb.init(project=project, entity=entity, id=run_id, resume="allow", sync_tensorboard=True)
             wandb.config.update(vars(args), allow_val_change=True)
         # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
-        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
+        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + bool(checkpoint), flush_secs=10)
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
@@ -550,15 +548,15 @@ class Run:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, global_step)
 
-    def progress(self, global_step: int, recent_returns: deque) -> None:
+    def progress(self, global_step: int, recent_scores: deque) -> None:
         """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
         self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
-        if recent_returns:
-            self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+        if recent_scores:
+            self.bar.set_postfix_str(f"return {np.mean(recent_scores):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
+        """What a checkpoint holds, or only the parts that are named. `seconds` are those of all processes till now."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: self.parts[name].state_dict() for name in names or self.parts}
@@ -651,10 +649,7 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one.
-
-    The arguments in the checkpoint are the defaults of those that are not given.
-    """
+    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
@@ -668,7 +663,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
     if ":" in saved.env_id and saved.env_id != given.env_id:
         sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    args = tyro.cli(Args, default=saved)
+    args = tyro.cli(Args, default=saved)  # what is not given is as it was
     if args.env_id != saved.env_id:
         sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")
     return args, path if path.is_dir() else path.parent, checkpoint

@@ -25,7 +25,8 @@ maximum over all joint actions is found agent by agent, and the agents can play 
 [TRICK] Hu et al. 2021, "Rethinking the implementation tricks and monotonicity constraint in cooperative multi-agent
         reinforcement learning", arXiv:2102.03479
 
-    symbol     variable             shape            meaning (B episodes of up to T steps, P in all; n agents)
+    symbol     variable             shape            meaning (B episodes of up to T steps, P in all; n agents,
+               N environments; O, S, A, H: sizes of an agent's observation, the state, the actions, the hidden layers)
     o^a        obs                  (T+1, B, n, O)   what an agent observes
     s          state                (T+1, B, S)      the whole battle, for the mixing network only
     u^a        actions              (T, B, n)        an agent's action; the team's is **u**
@@ -166,8 +167,9 @@ class Args:
     eval_episodes: int = 32  # greedy episodes of the evaluation
 
     def __post_init__(self) -> None:
-        counts = "num_envs rnn_hidden_dim mixing_embed_dim hypernet_embed epsilon_anneal_time batch_size test_interval "
-        counts += "target_update_interval test_nepisode log_interval torch_threads checkpoint_interval eval_episodes"
+        counts = "total_timesteps num_envs rnn_hidden_dim mixing_embed_dim hypernet_embed epsilon_anneal_time"
+        counts += " batch_size target_update_interval test_interval test_nepisode log_interval"
+        counts += " torch_threads checkpoint_interval eval_episodes"
         if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
             sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
@@ -268,9 +270,8 @@ class Smac(gym.Env):
         self.shape = tuple(info[name] for name in ("n_agents", "n_actions", "obs_shape", "state_shape"))
         n, A, obs_dim, state_dim = self.shape
         self.action_space = gym.spaces.MultiDiscrete([A] * n)
-        box = functools.partial(gym.spaces.Box, -np.inf, np.inf)
-        spaces = [box((n, obs_dim)), box((state_dim,)), gym.spaces.MultiBinary((n, A))]
-        self.observation_space = gym.spaces.Tuple(spaces)
+        obs, state = (gym.spaces.Box(-np.inf, np.inf, shape) for shape in ((n, obs_dim), (state_dim,)))
+        self.observation_space = gym.spaces.Tuple((obs, state, gym.spaces.MultiBinary((n, A))))
 
     def observe(self) -> tuple:
         obs, state = (np.array(rows, np.float32) for rows in (self.env.get_obs(), self.env.get_state()))
@@ -321,12 +322,12 @@ class TeamEnvs:
     """N environments on a map of SMAX or SMAC. Where an episode ends, it becomes an Episode, and the next one begins.
 
     What the agents act on: obs (N, n, O), avail_actions (N, n, A), and last_actions (N, n), -1 before the first one.
-    `finished` lists the episodes that the last step ended: (environment, Episode, return, whether it was won).
+    `finished` lists the episodes that the last step ended: (environment, Episode, score, whether it was won).
     """
 
     def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training") -> None:
         self.args, self.num_envs, self.run_folder, self.name = args, num_envs, run_folder, name
-        self.recent_returns = deque(maxlen=100)
+        self.recent_scores = deque(maxlen=100)
         if not args.env_id.startswith("smac/"):
             self.envs = Smax(args.env_id, num_envs)
             self.shape = self.envs.shape
@@ -334,6 +335,7 @@ class TeamEnvs:
             make = functools.partial(Smac, args.env_id.removeprefix("smac/"), str(run_folder.resolve() / "replays"))
             self.envs = gym.vector.AsyncVectorEnv([make] * num_envs, context="spawn", autoreset_mode="SameStep")
             self.shape = Shape(*self.envs.call("shape")[0])
+        self.close = self.envs.close
 
     def reset(self, *key: int) -> None:
         """Begin new episodes, seeded by the run's seed and `key`; open ones are dropped."""
@@ -360,7 +362,7 @@ class TeamEnvs:
                 episode, won = self.episode(i, info["final_obs"][i], terminations[i]), info["final_info"]["won"][i]
                 self.finished.append((i, episode, float(episode.rewards.sum()), float(won)))
             self.steps[i], self.last_actions[i] = [], -1
-        self.recent_returns.extend(score for _, _, score, _ in self.finished)
+        self.recent_scores.extend(score for _, _, score, _ in self.finished)
         if self.frames is not None and ended[0]:
             from gymnasium.utils.save_video import save_video
 
@@ -378,9 +380,6 @@ class TeamEnvs:
         no_bootstrap[-1] = 0.0 if self.args.bootstrap_timeouts and not terminated else 1.0
         filled = torch.ones(len(obs), dtype=torch.bool)
         return Episode(obs, state, avail_actions.bool(), filled, actions, rewards, no_bootstrap)
-
-    def close(self) -> None:
-        self.envs.close()
 
 
 class Agent(nn.Module):
@@ -636,7 +635,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         if global_step % args.log_interval < N or global_step == last_step:
             run.log(global_step, {f"losses/{name}": metric for name, metric in metrics.items()})
             run.log(global_step, {"charts/learning_rate": learning_rate, "charts/epsilon": epsilon})
-            run.progress(global_step, envs.recent_returns)
+            run.progress(global_step, envs.recent_scores)
 
     envs.close()
     test_envs.close()
@@ -737,14 +736,15 @@ class Run:
         if args.track:
             import wandb
 
-            project, entity, run_id = args.wandb_project_name, args.wandb_entity, re.sub(r"\W+", "-", str(folder))
+            project, entity = args.wandb_project_name, args.wandb_entity
+            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             self.wandb = wandb
             os.environ.setdefault("WANDB_SILENT", "true")
             # A resumed run sends the points since its checkpoint again, with the same values
             wandb.init(project=project, entity=entity, id=run_id, resume="allow", sync_tensorboard=True)
             wandb.config.update(vars(args), allow_val_change=True)
         # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
-        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + 1, flush_secs=10)
+        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + bool(checkpoint), flush_secs=10)
         write_file(folder / "args.json", json.dumps(vars(args), indent=2))
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
@@ -753,15 +753,15 @@ class Run:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, global_step)
 
-    def progress(self, global_step: int, recent_returns: deque) -> None:
+    def progress(self, global_step: int, recent_scores: deque) -> None:
         """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
         self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
-        if recent_returns:
-            self.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+        if recent_scores:
+            self.bar.set_postfix_str(f"return {np.mean(recent_scores):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` counts a resumed run's earlier ones."""
+        """What a checkpoint holds, or only the parts that are named. `seconds` are those of all processes till now."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: self.parts[name].state_dict() for name in names or self.parts}
@@ -821,10 +821,7 @@ def draw(envs: Smax) -> np.ndarray:
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one.
-
-    The arguments in the checkpoint are the defaults of those that are not given.
-    """
+    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
@@ -838,7 +835,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
     if ":" in saved.env_id and saved.env_id != given.env_id:
         sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    args = tyro.cli(Args, default=saved)
+    args = tyro.cli(Args, default=saved)  # what is not given is as it was
     if args.env_id != saved.env_id:
         sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")
     return args, path if path.is_dir() else path.parent, checkpoint

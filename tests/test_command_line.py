@@ -89,6 +89,7 @@ WRONG_OF = {
         "--batch-size 25": (1, "25 24"),
         "--rnn-hidden-dim 0": (1, "--rnn-hidden-dim"),
         "--save-replay": (1, "--save-replay"),
+        "--total-timesteps 0": (1, "--total-timesteps"),
     },
 }
 

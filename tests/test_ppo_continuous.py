@@ -312,7 +312,7 @@ def test_environments_normalise_scale_and_count_whole_episodes(tmp_path, monkeyp
                 R[i] = lengths[i] = 0
         assert envs.finished == finished
         np.testing.assert_allclose(next_obs, expected, atol=1e-5)
-    assert len(kinds) == 4 and envs.recent_returns[-1] in plain[0].scores + plain[1].scores + plain[2].scores
+    assert len(kinds) == 4 and envs.recent_scores[-1] in plain[0].scores + plain[1].scores + plain[2].scores
     assert envs.obs_stats.count == len(seen) and envs.return_stats.count == len(discounted)
     assert len(seen) == 50 if frozen else len(seen) > 200
 

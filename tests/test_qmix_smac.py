@@ -580,7 +580,7 @@ def test_episodes_hold_what_happened(counting, tmp_path, capsys, bootstrap_timeo
             free = np.isin(np.arange(4), [(step + i) % 4, (step + i + 1) % 4])
             assert (episode.avail_actions[step].numpy() == free).all()
         assert score == pytest.approx(length * (length + 1) / 20)
-    assert list(envs.recent_returns) == [score for _, _, score, _ in episodes][-100:]
+    assert list(envs.recent_scores) == [score for _, _, score, _ in episodes][-100:]
 
 
 def test_seeds_are_made_of_the_runs_seed_and_the_key(counting, tmp_path):

@@ -174,6 +174,18 @@ def test_killed_before_the_first_checkpoint(call, tmp_path):
     assert (result.status, result.notes) == (1, [f"error: no sound checkpoint in {folder}"])
 
 
+def test_points_from_before_the_first_checkpoint_are_logged_again(tmp_path, monkeypatch):
+    """Such as those of QMIX's test at step 0, where the run was killed between that and its first checkpoint."""
+    ppo = importlib.import_module(PPO)
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)  # the lock of a run ends with its process
+    for value in (1.0, 2.0):
+        run = ppo.Run(ppo.Args(), tmp_path, None, {}, 10)
+        run.log(0, {"eval/episodic_return": value})
+        run.writer.close()
+        run.bar.close()
+    assert [point[1] for point in curves(tmp_path)["eval/episodic_return"]] == [2.0]
+
+
 def test_killed_at_any_moment_again_and_again(tmp_path, reference, script):
     """Each life lasts until a checkpoint more is written, and a random while longer."""
     argv = [*SMALL[script], "--run-folder", "runs/mine"]
