@@ -2,10 +2,10 @@
 
     python benchmark/collect.py runs/ppo_continuous            # all finished runs below a folder, whoever started them
 
-A run becomes {results}/{script}/{env}__{variant}__{seed}.csv with the columns tag, step, value, count, and a row of
-{results}/runs.csv, which replaces the row that the run had. A tag with more than 1000 points is thinned: the run is cut
-into 1000 bins of equal numbers of steps, and a row is the mean value and the mean step of the `count` points in a bin.
-The variant is the flags whose values are not the script's defaults.
+A run becomes {results}/{script}/{env}__{variant}__{seed}__{commit}.csv with the columns tag, step, value, count, and a
+row of {results}/runs.csv, which replaces the row that the run had. A tag with more than 1000 points is thinned: the run
+is cut into 1000 bins of equal numbers of steps, and a row is the mean value and the mean step of the `count` points in
+a bin. The variant is the hyperparameters that are not the script's defaults: no flags that change the speed only.
 """
 
 import argparse
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from common import RESULTS, ROOT, read_events, read_table, run_name, variant
+from common import RESULTS, ROOT, SPEED, curves_name, read_events, read_table, variant
 
 TAGS = ("charts/episodic_return", "eval/episodic_return", "eval/battle_won_rate", "charts/SPS")
-KEY = ["script", "env_id", "variant", "seed"]  # what makes a run, and a row of runs.csv
+KEY = ["script", "env_id", "variant", "seed", "commit"]  # what makes a run, and a row of runs.csv
 
 
 def thin(points: pd.DataFrame, bins: int = 1000) -> pd.DataFrame:
@@ -38,16 +38,12 @@ def collect(folder: Path, results: Path) -> None:
     """Write a finished run's curves and its row. Raises ValueError where the log does not reach the end of the run."""
     result = json.loads((folder / "result.json").read_text())
     script, env_id, seed = result["script"], result["args"]["env_id"], result["args"]["seed"]
-    flags = variant(script, result["args"])
     points = read_events(folder)
     of = {tag: points[points.tag == tag] for tag in TAGS}
     if of["eval/episodic_return"].step.max() != result["global_step"]:
         raise ValueError("the evaluation at the end is not in the log")
     curves = pd.concat([thin(of[tag]).assign(tag=tag) for tag in TAGS if len(of[tag])])
     curves["value"] = curves.value.map("{:.6g}".format)
-    name = "__".join([*run_name(env_id, flags), str(seed)])
-    (results / script).mkdir(parents=True, exist_ok=True)
-    curves.to_csv(results / script / f"{name}.csv", columns=["tag", "step", "value", "count"], index=False)
 
     won, returns = of["eval/battle_won_rate"], np.array(result["episodic_return"])
     tests = won[won.step > 0.8 * result["global_step"]].value[:-1]  # over the last fifth, without the evaluation
@@ -55,7 +51,7 @@ def collect(folder: Path, results: Path) -> None:
     values = {
         "script": script,
         "env_id": env_id,
-        "variant": flags,
+        "variant": variant(script, result["args"]),
         "seed": seed,
         "total_steps": result["global_step"],
         "training_return": of["charts/episodic_return"].value[-100:].mean(),
@@ -65,12 +61,16 @@ def collect(folder: Path, results: Path) -> None:
         "eval_battle_won_rate": won.value.iloc[-1] if len(won) else "",
         "tests_battle_won_rate": tests.mean(),
         "wall_seconds": round(result["seconds"]),
-        "command": shlex.join(["python", *program, "--env-id", env_id, "--seed", str(seed)]) + f" {flags}",
+        "command": shlex.join(["python", *program, "--env-id", env_id, "--seed", str(seed)])
+        + f" {variant(script, result['args'], SPEED)}",
         "commit": result.get("commit", "unknown")[:10],
         "versions": ", ".join(f"{package} {version}" for package, version in sorted(result["versions"].items())),
         "machine": result["machine"],
     }
     row = {name: f"{value:.6g}" if isinstance(value, float) else str(value).strip() for name, value in values.items()}
+    path = results / curves_name(row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    curves.to_csv(path, columns=["tag", "step", "value", "count"], index=False)
     lock = os.open(results, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)  # other runs may end at this moment too
     rows = pd.concat([read_table(results / "runs.csv"), pd.DataFrame([row])]).fillna("").replace("nan", "")

@@ -19,9 +19,12 @@ RESULTS = ROOT / "benchmark" / "results"
 FLAG = re.compile(r"--\S+(?: (?!--)\S+)*")  # with its values
 PACKAGES = "torch numpy gymnasium mujoco ale-py jax jaxmarl"
 PEERS = "stable-baselines3 sbx-rl pfrl"
-NO_HYPERPARAMETERS = """exp_name seed torch_deterministic cuda torch_threads env_threads compile track
-    wandb_project_name wandb_entity capture_video save_model upload_model hf_entity log_interval run_folder resume
-    evaluate""".split()
+SPEED = "cuda torch_threads env_threads compile threads".split()  # what changes the speed of a run, or its rounding
+NO_HYPERPARAMETERS = (
+    SPEED
+    + """exp_name seed torch_deterministic track wandb_project_name wandb_entity capture_video
+    save_model upload_model hf_entity log_interval run_folder resume evaluate""".split()
+)
 
 
 def machine() -> str:
@@ -88,19 +91,26 @@ def arguments(script: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def variant(script: str, values: dict) -> str:
-    """The flags of a run whose values are not the script's defaults."""
+def variant(script: str, values: dict, beside: tuple[str, ...] | list[str] = ()) -> str:
+    """The hyperparameters of a run that are not the script's defaults (a peer's: all), as flags, and those `beside`."""
     flags = []
-    for flag, (default, _) in arguments(script).items():
+    known = arguments(script) or {f"--{name.replace('_', '-')}": ("", "") for name in values}
+    for flag, (default, _) in known.items():
         name = flag[2:].replace("-", "_")
-        with contextlib.suppress(ValueError):  # a default that is computed
+        with contextlib.suppress(ValueError, SyntaxError):  # a default that is computed
             default = ast.literal_eval(default)
-        same = name not in values or values[name] == default
-        if same or (name in ("env_id", *NO_HYPERPARAMETERS) and name not in ("compile", "torch_threads")):
+        left_out = name == "env_id" or (name in NO_HYPERPARAMETERS and name not in beside)
+        if name not in values or values[name] == default or left_out:
             continue
         yes_or_no = {True: flag, False: f"--no-{flag[2:]}"}
         flags.append(yes_or_no[values[name]] if isinstance(values[name], bool) else f"{flag} {values[name]}")
     return " ".join(flags)
+
+
+def curves_name(row: dict) -> str:
+    """The file below results that holds the curves of a row of runs.csv."""
+    commit = re.sub(r"\W+", "-", row["commit"])
+    return f"{row['script']}/{'__'.join([*run_name(row['env_id'], row['variant']), str(row['seed']), commit])}.csv"
 
 
 def setting(script: str, variant: str) -> str:
@@ -124,7 +134,7 @@ def front(runs: "pandas.DataFrame") -> dict[str, "pandas.DataFrame"]:  # noqa: F
     found = {}
     for script, env_id in FRONT.items():
         rows = runs[(runs.script == script) & (runs.env_id == env_id)]
-        if variants := list(rows.groupby(["total_steps", "variant"]).groups):
-            steps, variant = max(variants, key=lambda key: (int(key[0]), -len(setting(script, key[1]))))
-            found[script] = rows[(rows.variant == variant) & (rows.total_steps == steps)]
+        if steps := rows.total_steps.astype(int).groupby(rows.variant).max().to_dict():
+            longest = max(steps, key=lambda variant: (steps[variant], -len(setting(script, variant))))
+            found[script] = rows[rows.variant == longest]
     return found

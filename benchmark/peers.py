@@ -229,7 +229,8 @@ def main() -> None:
         args.writer.add_scalar("eval/episodic_return", np.mean(returns), args.step)
         args.writer.close()
         result = {"script": args.peer, "episodic_return": returns, "global_step": args.step}
-        result |= {"seconds": time.time() - started, "args": {"env_id": args.env_id, "seed": args.seed}}
+        names = "env_id seed total_timesteps threads".split() + ["updates"] * (args.peer == "jaxmarl_qmix")
+        result |= {"seconds": time.time() - started, "args": {name: getattr(args, name) for name in names}}
         result |= {"versions": versions(f"{PACKAGES} {PEERS}"), "machine": machine(), "commit": commit()}
         (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 

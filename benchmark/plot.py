@@ -19,7 +19,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import scipy.stats
-from common import FLAG, FRONT, RESULTS, ROOT, front, read_table, run_name, setting
+from common import FLAG, FRONT, RESULTS, ROOT, curves_name, front, read_table, setting
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
@@ -78,8 +78,7 @@ def draw_panel(axes, script: str, env_id: str, runs: pd.DataFrame, results: Path
     """Draw an environment's runs, each variant with the look of its setting. Returns the published scores."""
     tag = tag_of(script)
     for variant, rows in runs.groupby("variant"):
-        stem = "__".join(run_name(env_id, variant))
-        steps, values = curves([results / script / f"{stem}__{seed}.csv" for seed in rows.seed], tag)
+        steps, values = curves([results / curves_name(row) for row in rows.to_dict("records")], tag)
         look = looks[setting(script, variant)]
         axes.plot(steps, values.T, color=look["color"], linewidth=0.4, alpha=0.5)
         if len(values) > 1:
@@ -129,8 +128,9 @@ def draw(script: str, results: Path) -> Figure:
     runs["setting"] = runs.variant.map(lambda variant: setting(script, variant))
     legend = {}
     for name, look in looks.items():
-        seeds = sorted(set(runs[runs.setting == name].groupby(["variant", "env_id"]).size().map(str)))
-        legend[f"{own[name] or 'defaults'}: {' to '.join(seeds)} seed{'s' * (seeds != ['1'])}"] = Line2D([], [], **look)
+        sizes = runs[runs.setting == name].groupby(["variant", "env_id"]).size()
+        counts = " to ".join(dict.fromkeys(map(str, (sizes.min(), sizes.max()))))
+        legend[f"{own[name] or 'defaults'}: {counts} run{'s' * (counts != '1')}"] = Line2D([], [], **look)
     legend |= sources
     if common:
         legend["all runs with " + " ".join(sorted(common))] = Line2D([], [], linestyle="none")
@@ -146,7 +146,7 @@ def draw_overview(results: Path) -> Figure:
     for axes, (script, runs) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items()):
         env_id, variant = runs.iloc[0][["env_id", "variant"]]
         draw_panel(axes, script, env_id, runs, results, {setting(script, variant): LOOKS[0]})
-        axes.set_title(f"{script}.py\n{env_id}\nseeds: {len(runs)}")
+        axes.set_title(f"{script}.py\n{env_id}\nruns: {len(runs)}")
     return figure
 
 

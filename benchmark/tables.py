@@ -66,7 +66,7 @@ def score_table(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
                 "environment": env_id,
                 "flags": f"`{variant}`" if variant else "",
                 "steps": " to ".join(dict.fromkeys([f"{steps[0]:,}", f"{steps[-1]:,}"])),
-                "seeds": str(len(rows)),
+                "runs": str(len(rows)),
                 "training return": interval(rows.training_return),
                 "IQM": interval(rows.training_return, iqm) if len(rows) >= 5 else "",
                 "evaluation": interval(rows.eval_return),
@@ -90,7 +90,7 @@ def front_scores(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
             {
                 "script": f"[`{script}.py`]({script}.py) ([page](docs/{script}.md))",
                 "algorithm, paper": PAPERS[script],
-                **{name: row[name] for name in ("environment", "steps", "seeds")},
+                **{name: row[name] for name in ("environment", "steps", "runs")},
                 "score": row["evaluation"] if script == "dqn_per_atari" else score,  # as what is published
                 "published": f"{row['published']} ({row['source']})" if row["source"] else "",
             }
@@ -142,6 +142,8 @@ def front_speed(measured: pd.DataFrame) -> pd.DataFrame:
         if (name := script if script in found else f"{script}_{env_id}") not in found:
             continue
         rows = found[name]
+        when = [rows.date.iloc[0].split()[0], f"commit {rows.commit.iloc[0][:7]}", rows.machine.iloc[0].split(", ")[0]]
+        when += ["one round"] if rows["round"].max() == 0 else []
         speeds = rows.pivot(index="round", columns="name", values="steps_per_second").astype(float)
         names = list(speeds.median().sort_values().index)  # the fastest last
         ours = [each for each in names if each.startswith(f"{script}.py")]
@@ -154,7 +156,7 @@ def front_speed(measured: pd.DataFrame) -> pd.DataFrame:
                     "steps/s": "; ".join(f"{speeds[each].median():,.0f}" for each in mine),
                     "fastest peer": f"{peer}: {speeds[peer].median():,.0f}",
                     "times as fast": "; ".join(spread(speeds[each] / speeds[peer]) for each in mine),
-                    "when, on what": f"{rows.date.iloc[0].split()[0]}, {rows.machine.iloc[0].split(', ')[0]}",
+                    "when, on what": ", ".join(when),
                 }
             )
     return pd.DataFrame(table)
@@ -202,6 +204,7 @@ def speed_section(measured: pd.DataFrame) -> str:
         table = speed_table(rows)
         text += f"`{name}` ({rows.machine.iloc[0]}, commit {rows.commit.iloc[0] or 'not noted'}):\n\n"
         command = f"python benchmark/speed.py --scripts {name} --repeats {table.rounds[0]}"
+        command = f"JAXMARL=~/JaxMARL {command}" if name.startswith("qmix") else command
         text += f"```bash\n{command}\n```\n\n{markdown(table)}\n"
     return text
 
@@ -225,7 +228,7 @@ def generate(results: Path) -> dict[Path, str]:
     """All files as they should be: {path: text}."""
     runs, measured = read_table(results / "runs.csv"), read_table(results / "speed.csv")
     references, frozen = read_table(results / "references.csv"), read_table(results / "frozen_or_fresh.csv")
-    scores, redesign = score_table(runs, references), read_table(results / "redesign" / "runs.csv")
+    scores = score_table(runs, references)
     drawn = sorted(FRONT.keys() & set(runs.script))
     figures = "\n\n".join(f"![Learning curves of {name}](figures/{name}.png)" for name in drawn)
     sections = {
@@ -236,7 +239,6 @@ def generate(results: Path) -> dict[Path, str]:
         ROOT / "benchmark" / "README.md": {
             "scores": markdown(scores),
             "provenance": provenance(runs),
-            "redesign": markdown(score_table(redesign, references)) + "\n" + provenance(redesign),
             "figures": figures,
             "speed": speed_section(measured),
             "frozen": markdown(frozen_table(frozen)),

@@ -31,11 +31,11 @@ def make_results(folder, seeds=range(1, 6), script="ppo_continuous", env_id="Hal
     rows = []
     for variant in variants:
         for seed in seeds:
-            path = folder / script / f"{'__'.join(common.run_name(env_id, variant))}__{seed}.csv"
+            row = {"script": script, "env_id": env_id, "variant": variant, "seed": seed, "total_steps": 100_000}
+            path = folder / common.curves_name(row | {"commit": "c0ffee"})
             path.parent.mkdir(parents=True, exist_ok=True)
             points = "".join(f"charts/episodic_return,{1000 * i},{seed * 10 * i},1\n" for i in range(1, 101))
             path.write_text("tag,step,value,count\n" + points)
-            row = {"script": script, "env_id": env_id, "variant": variant, "seed": seed, "total_steps": 100_000}
             row |= {"training_return": 1000 * seed, "eval_return": 1100 * seed, "eval_battle_won_rate": ""}
             rows.append(row | {"tests_battle_won_rate": "", "wall_seconds": 1800, "commit": "c0ffee"})
     pd.DataFrame(rows).to_csv(folder / "runs.csv", index=False)
@@ -123,7 +123,7 @@ def test_collected_runs_are_what_the_script_wrote(finished, tmp_path):
     assert float(second["eval_return"]) == pytest.approx(np.mean(result["episodic_return"]), rel=1e-4)
     assert second["command"].startswith("python ppo_continuous.py --env-id Pendulum-v1 --seed 2 --")
     assert f"torch {result['versions']['torch']}" in second["versions"] and second["machine"] == result["machine"]
-    (path,) = (tmp_path / "ppo_continuous").glob("*gamma_0.9*__2.csv")
+    (path,) = (tmp_path / "ppo_continuous").glob("*gamma_0.9*__2__*.csv")
     curves, events = pd.read_csv(path), common.read_events(finished / "2")
     episodes = events[events.tag == "charts/episodic_return"]
     np.testing.assert_allclose(curves[curves.tag == "charts/episodic_return"].value, episodes.value, rtol=1e-5)
@@ -226,7 +226,7 @@ def test_scores_say_what_the_results_say(tmp_path):
     references = common.read_table(common.RESULTS / "references.csv")
     runs = common.read_table(results / "runs.csv")
     default, variant = tables.score_table(runs, references).to_dict("records")
-    assert (default["steps"], default["seeds"], default["hours"]) == ("100,000", "5", "0.50")
+    assert (default["steps"], default["runs"], default["hours"]) == ("100,000", "5", "0.50")
     assert default["training return"].startswith("3,000 [") and default["IQM"].startswith("3,000 [")
     assert default["evaluation"].startswith("3,300 [") and default["published"] == "1,443 ± 46"
     assert default["source"] == "CleanRL docs (PPO; 3 seeds), 1M steps"
@@ -246,7 +246,14 @@ def test_the_front_page_shows_the_longest_runs_and_of_these_the_plainest():
 
 def test_speed_table_takes_the_newest_rounds():
     def row(date, name, steps_per_second):
-        fixed = {"script": "ppo_continuous", "steps": "1000", "wall_seconds": "10", "peak_mb": "500", "machine": "M, 3"}
+        fixed = {
+            "script": "ppo_continuous",
+            "steps": "1000",
+            "wall_seconds": "10",
+            "peak_mb": "500",
+            "machine": "M, 3",
+            "commit": "",
+        }
         return {"date": date, "name": name, "steps_per_second": str(steps_per_second), **fixed}
 
     names = ["Peer", "ppo_continuous.py", "Slow peer", "its own Peer"]
@@ -272,7 +279,17 @@ def test_a_variant_is_what_differs_from_the_defaults():
     values = dataclasses.asdict(importlib.import_module("ppo_continuous").Args())
     assert common.variant("ppo_continuous", values) == ""
     values |= {"seed": 7, "run_folder": "x", "norm_adv": False, "compile": True, "gamma": 0.9, "target_kl": 0.02}
-    assert common.variant("ppo_continuous", values) == "--gamma 0.9 --no-norm-adv --target-kl 0.02 --compile"
+    assert common.variant("ppo_continuous", values) == "--gamma 0.9 --no-norm-adv --target-kl 0.02"
+    assert common.variant("ppo_continuous", values, common.SPEED).split()[-1] == "--compile"
+    peer = {"env_id": "3m", "seed": 1, "total_timesteps": 9, "threads": 1}
+    assert common.variant("jaxmarl_qmix", peer) == "--total-timesteps 9"
+    assert common.variant("jaxmarl_qmix", peer, common.SPEED) == "--total-timesteps 9 --threads 1"
+
+
+def test_runs_of_one_seed_at_two_commits_have_curves_of_their_own():
+    row = {"script": "ppo_continuous", "env_id": "Ant-v4", "variant": "--gamma 0.9", "seed": 1}
+    names = {common.curves_name(row | {"commit": commit}) for commit in ("c0ffee", "c0ffee-changed", "beef; c0ffee")}
+    assert len(names) == 3 and "ppo_continuous/Ant-v4__gamma_0.9__1__c0ffee.csv" in names
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "a2c_atari"])
