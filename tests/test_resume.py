@@ -174,9 +174,10 @@ def test_killed_before_the_first_checkpoint(call, tmp_path):
     assert (result.status, result.notes) == (1, [f"error: no sound checkpoint in {folder}"])
 
 
-def test_points_from_before_the_first_checkpoint_are_logged_again(tmp_path, monkeypatch):
+@ppo_only
+def test_points_from_before_the_first_checkpoint_are_logged_again(tmp_path, monkeypatch, script):
     """Such as those of QMIX's test at step 0, where the run was killed between that and its first checkpoint."""
-    ppo = importlib.import_module(PPO)
+    ppo = importlib.import_module(script)
     monkeypatch.setattr("fcntl.flock", lambda *_: None)  # the lock of a run ends with its process
     for value in (1.0, 2.0):
         run = ppo.Run(ppo.Args(), tmp_path, None, {}, 10)
