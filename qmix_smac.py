@@ -209,7 +209,7 @@ def make_smax(map_name: str) -> tuple:
         cooldowns = env.unit_type_weapon_cooldowns[state.state.unit_types]
         units = units.at[:, 1].divide(env.map_width).at[:, 2].divide(env.map_height).at[:, 3].divide(cooldowns)
         world = jnp.concatenate([units.clip(0, 1).ravel(), teams, types / (env.unit_type_bits - 1)])
-        # Trap: else the types of begin() and step() differ in JAX's "weak" mark, and step() is compiled twice: seconds
+        # Trap: else the types of begin() and step() differ in JAX's "weak" mark, and step() is compiled twice: 10 s
         simulator = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), (key, state))
         return simulator, (obs, world, avail_actions.astype(bool))
 
