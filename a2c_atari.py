@@ -173,7 +173,7 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
-    `first` is the number of the first environment here among those of all ranks (A2C's); the seeds follow the numbers.
+    `first`, 0 but in A2C's later ranks, is the number of the first environment here; the seeds follow these numbers.
     `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
     `finished` lists the episodes that it ended: (environment, score, length), unclipped and in agent steps.
     """
@@ -202,7 +202,7 @@ class AtariEnvs:
         """Play one step with actions (N,).
 
         Returns observations to act on next (N, C, H, W), those that the actions led to (others where an episode ended),
-        rewards, clipped to their sign, terminations (at a lost life too), and truncations (N,).
+        rewards, clipped to their sign, terminations (with `episodic_life` at a lost life too), truncations (N,).
         """
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
         self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions

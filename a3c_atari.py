@@ -50,12 +50,12 @@ Where this differs from the paper or from common practice, and why:
     that it works all the same is what [A3C] found. The length of a step of Adam is bounded, see `SharedAdam`.
   * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than t small ones.
   * Size of frames, network, Adam and its rate, 20 steps and the clipping are github.com/ikostrikov/pytorch-a3c's. The
-    paper has 84x84 frames, two convolutions and a layer of 256 units ([A3C] Suppl. Sec. 8) before as many LSTM cells,
+    paper has 84x84 frames, two convolutions and a layer of 256 units ([A3C] Suppl. Sec. 8) before 256 LSTM cells,
     RMSprop (`--optimizer rmsprop`), a falling rate (`--anneal-lr`), 5 steps, no clipping.
   * pytorch-a3c crops the same rows to the pixel (our last row has some of Pong's lower border in it), normalises by
-    running averages of each process, never saved (here each observation by its own mean and deviation), and begins with
-    uniform weights (here orthogonal, as in OpenAI's baselines ([37]); the LSTM's are PyTorch's, its biases zero). With
-    lambda < 1 it keeps the n-step return as the target of the values.
+    running averages of each process, never saved (here each observation by its own mean and deviation), and begins its
+    convolutions with uniform weights (here orthogonal, as in OpenAI's baselines ([37])). Its value loss weighs the
+    squared error by 1/4, as ours; the paper's by 1. With lambda < 1 the values' target stays the n-step return there.
   * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
   * On the first step of each life FIRE is pressed for the agent: an environment like Breakout would otherwise wait for
     ever for a policy that has forgotten to. Such a step fits the value function; the policy's terms leave it out.
@@ -96,7 +96,7 @@ from pathlib import Path
 from typing import Literal
 
 if __name__ == "__mp_main__" and sys.platform == "linux":
-    # A worker imports for seconds. Until then too Ctrl-C ends it without a word, and PR_SET_PDEATHSIG with its parent
+    # A worker imports for seconds. Meanwhile too Ctrl-C ends it silently, as does its parent's end (PR_SET_PDEATHSIG)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(1, signal.SIGINT)
 
@@ -118,7 +118,7 @@ class Args:
 
     env_id: str = "PongDeterministic-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 with sticky actions
     total_timesteps: int = 10_000_000  # agent steps of all workers together, four frames each (or a few more)
-    num_workers: int = 4  # processes that play and learn (pytorch-a3c has 4, the paper 16; 8 on 2 cores lose a fifth)
+    num_workers: int = 4  # processes that play and learn (pytorch-a3c has 4, the paper 16; 8 on 2 cores: 1/5 slower)
     num_steps: int = 20  # t_max: agent steps of a worker between updates
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 1.0  # lambda of generalised advantage estimation; 1 is the paper's n-step return
@@ -199,7 +199,7 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
-    `first` is the number of the first environment here among those of all ranks (A2C's); the seeds follow the numbers.
+    `first`, 0 but in A2C's later ranks, is the number of the first environment here; the seeds follow these numbers.
     `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
     `finished` lists the episodes that it ended: (environment, score, length), unclipped and in agent steps.
     """
@@ -228,7 +228,7 @@ class AtariEnvs:
         """Play one step with actions (N,).
 
         Returns observations to act on next (N, C, H, W), those that the actions led to (others where an episode ended),
-        rewards, clipped to their sign, terminations (at a lost life too), and truncations (N,).
+        rewards, clipped to their sign, terminations (with `episodic_life` at a lost life too), truncations (N,).
         """
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
         self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
@@ -445,7 +445,7 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
         updates = 0
 
         while (global_step := int(shared.steps.sum())) < min(next_checkpoint, args.total_timesteps):
-            # theta' = theta. Others may write meanwhile: a mixture of two versions is as welcome as either
+            # theta' = theta. Others may write meanwhile: the copy may mix two versions
             local_theta.copy_(shared.theta)
 
             # Play t_max steps, or to the end of the episode
@@ -461,7 +461,7 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
                     lstm_state = local_model.initial_state(1)
 
             # The rollout once more, as one batch and with a graph, from the state before it, which is a constant. The
-            # row behind it is the last successor: R = V(s_t), or 0 if it is terminal, and then, backwards,
+            # row after it is the last successor: R = V(s_t), or 0 if it is terminal, and then, backwards,
             # R = r_i + gamma R (GAE with lambda = 1 sums up to R - V(s_i))
             b_obs, actions, chosen, rewards, terminations, truncations = map(np.concatenate, zip(*rollout))
             logits, values = local_model(torch.from_numpy(np.concatenate([b_obs, successor])).to(device), first_state)

@@ -49,13 +49,14 @@ Where this differs from the papers or from common practice, and why:
   * Epsilon and beta depend on the fraction of the run that is over. To extend a run moves both back.
   * Priorities are of the TD error as it is; [PER] clips it to [-1, 1], as the Huber loss here clips its gradient. The
     highest priority ever, with which new transitions begin, never falls. Weights are divided by the minibatch's largest
-    one; the largest of the whole memory would need a second tree.
+    one; the largest of the whole memory, as in labml, would need a second tree.
   * A time limit is not a failure, nor is the end of an episode at a checkpoint. [TIME] bootstraps there; here the n
     transitions before it are never drawn, because the replay does not hold the observation that the episode ends with.
     (At its time limit ale-py 0.12.1 gives one whose newest frame is stale.)
   * With `--n-step` above 1 the rewards are those of an older policy, and nothing corrects for it, as in [RBW].
-  * A lost life ends the return, not the episode, and the stack of frames goes on. On the first step of each life FIRE
-    is pressed for the agent: in an environment like Breakout one that never chooses FIRE would wait for ever.
+  * A lost life ends the return, not the episode (labml's begins anew), and the stack of frames goes on. On the first
+    step of each life FIRE is pressed for the agent: in an environment like Breakout one that never chooses FIRE would
+    wait for ever.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
     `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
   * At each checkpoint new episodes begin and random numbers restart, with seeds made of (seed, global_step), since
@@ -199,7 +200,7 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
 class AtariEnvs:
     """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
 
-    `first` is the number of the first environment here among those of all ranks (A2C's); the seeds follow the numbers.
+    `first`, 0 but in A2C's later ranks, is the number of the first environment here; the seeds follow these numbers.
     `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
     `finished` lists the episodes that it ended: (environment, score, length), unclipped and in agent steps.
     """
@@ -228,7 +229,7 @@ class AtariEnvs:
         """Play one step with actions (N,).
 
         Returns observations to act on next (N, C, H, W), those that the actions led to (others where an episode ended),
-        rewards, clipped to their sign, terminations (at a lost life too), and truncations (N,).
+        rewards, clipped to their sign, terminations (with `episodic_life` at a lost life too), truncations (N,).
         """
         # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
         self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
@@ -296,7 +297,7 @@ class QNetwork(nn.Module):
     def forward(self, scaled_obs: torch.Tensor) -> torch.Tensor:
         """Q (B, num_actions) of scaled observations (B, 4, 84, 84).
 
-        Q(s, a) = V(s) + A(s, a) - 1/|A| sum_a' A(s, a'), [DUEL] Eq. (9). Without the mean V and A are not determined.
+        Q(s, a) = V(s) + A(s, a) - mean_a' A(s, a'), [DUEL] Eq. (9). Without the mean V and A are not determined.
         """
         with torch.autocast(scaled_obs.device.type, torch.bfloat16, enabled=self.bf16):
             hidden = self.trunk(scaled_obs)
@@ -402,7 +403,7 @@ class Replay:
             self.alive[rows] &= ~(terminations & (lengths >= k))  # if that step was in the same episode
         self.tree.set(self.later(new, 3), 0.0)  # (1) in the picture; those before them became zero in earlier steps
         rows = self.later(new, -self.n)  # this step is their s_{t+n}, if they were in the same episode
-        cut_off = self.alive[rows] & (lengths < self.n)  # as are the rows before the very first
+        cut_off = self.alive[rows] & (lengths < self.n)  # likewise rows before the first ever written
         self.tree.set(rows, np.where(cut_off, 0.0, self.max_priority**self.alpha))
 
     def stacks(self, rows: np.ndarray) -> np.ndarray:
@@ -496,7 +497,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     parts = {"agent": q_network, "target_network": target_network, "optimizer": optimizer}
     parts |= {"replay": replay} if args.checkpoint_replay else {}
     global_step = restore(parts, checkpoint) if checkpoint else 0
-    if checkpoint and args.learning_rate != checkpoint["args"]["learning_rate"]:  # else it is live.json's, if that came
+    if checkpoint and args.learning_rate != checkpoint["args"]["learning_rate"]:  # else live.json may have set it
         optimizer.param_groups[0]["lr"] = args.learning_rate
     steps = args.num_steps * args.num_envs  # agent steps per iteration
     last_step = math.ceil(args.total_timesteps / steps) * steps

@@ -25,8 +25,8 @@ maximum over all joint actions is found agent by agent, and the agents can play 
 [TRICK] Hu et al. 2021, "Rethinking the implementation tricks and monotonicity constraint in cooperative multi-agent
         reinforcement learning", arXiv:2102.03479
 
-    symbol     variable             shape            meaning (B episodes of up to T steps, P in all; n agents,
-               N environments; O, S, A, H: sizes of an agent's observation, the state, the actions, the hidden layers)
+    symbol     variable             shape            meaning (B episodes of up to T steps, P steps in all, n agents,
+               N environments; sizes O observation, S state, A actions, H agent's layers, E mixing network)
     o^a        obs                  (T+1, B, n, O)   what an agent observes
     s          state                (T+1, B, S)      the whole battle, for the mixing network only
     u^a        actions              (T, B, n)        an agent's action; the team's is **u**
@@ -45,8 +45,8 @@ rows, the last of which is what the last action led to:
 
     row          0  1  2  3  4
     episode 0    x  x  x  x  x      x: `filled` (T+1, B), R rows in all. A step led to each of them but the first:
-    episode 1    x  x  x  .  .      mask = filled[1:], here of 4, 2 and 1 steps. Agents and mixer compute only
-    episode 2    x  x  .  .  .      these rows (the target mixer all): padding would make an update slower
+    episode 1    x  x  x  .  .      mask = filled[1:], here of 4, 2 and 1 steps. Agents compute only these rows,
+    episode 2    x  x  .  .  .      the mixer only the P steps (the target mixer all): padding costs time
 
 Where this differs from the papers or from their program, PyMARL, and why:
   * Defaults and names are PyMARL's for QMIX on SMAC, or those of all scripts here, except: 8 environments, not one,
@@ -285,9 +285,9 @@ class Smac(gym.Env):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             # Trap: replays are named after the second in which they are written, by all processes at once
             self.env = self.launch(seed=seed, replay_prefix=f"{self.map_name}_{seed}")
-            self.save_replay = self.env.save_replay
+            self.save_replay = self.env.save_replay  # for AsyncVectorEnv.call
         self.env.reset()
-        # Trap: the package counts a unit again for each look at the units at which others have not appeared yet
+        # Trap: while some units have yet to appear, each look at them counts the others again in max_reward
         health = sum(unit.health_max + unit.shield_max for unit in self.env.enemies.values())
         self.env.max_reward = self.env.n_enemies * self.env.reward_death_value + self.env.reward_win + health
         # Trap: before the end of the first episode another reset would launch a second program
@@ -503,7 +503,7 @@ def td_lambda_targets(rewards, next_values, no_bootstrap, mask, gamma, td_lambda
     if td_lambda == 0:
         return rewards + discounts * next_values
     lambdas = td_lambda * torch.cat([mask[1:], torch.zeros_like(mask[:1])]).to(rewards.dtype)  # 0: no step follows
-    targets, y = torch.empty_like(next_values), next_values[-1]
+    targets, y = torch.empty_like(next_values), next_values[-1]  # any y: the last lambda is 0
     for t in reversed(range(len(rewards))):
         targets[t] = y = rewards[t] + discounts[t] * ((1 - lambdas[t]) * next_values[t] + lambdas[t] * y)
     return targets
