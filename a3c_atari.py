@@ -129,7 +129,7 @@ class Args:
     optimizer: Literal["adam", "rmsprop"] = "adam"  # Adam, or the paper's RMSprop
     shared_optimizer: bool = True  # whether the workers share the optimiser's averages as well as the parameters
     learning_rate: float = 1e-4  # step size of the optimiser
-    anneal_lr: bool = False  # whether the learning rate falls linearly to zero over the run
+    anneal_lr: bool = False  # whether the learning rate falls linearly to zero over the run (extended, it rises again)
     rmsprop_alpha: float = 0.99  # share of the old average of squared gradients in the new
     rmsprop_eps: float = 1e-5  # added to the average of squared gradients
     lstm: bool = True  # whether the network has an LSTM and sees one frame; without, it sees four
@@ -151,7 +151,7 @@ class Args:
     save_model: bool = True  # whether to save the trained model as model.pt in the run folder
     upload_model: bool = False  # whether to upload the model to the Hugging Face hub
     hf_entity: str | None = None  # user or organisation on the Hugging Face hub (default: yours)
-    checkpoint_interval: int = 500_000  # agent steps between checkpoints, at which new episodes begin
+    checkpoint_interval: int = 500_000  # agent steps of all workers between checkpoints, where new episodes begin
     run_folder: str | None = None  # start the run in this folder, or continue the one that it holds
     resume: str | None = None  # continue the run in this folder from its newest checkpoint, with its arguments
     evaluate: str | None = None  # do not train: play episodes with this model.pt, checkpoint or run folder
@@ -691,7 +691,7 @@ class Run:
         gpu = f", {torch.cuda.get_device_name()}" if args.cuda and torch.cuda.is_available() else ""
         result["machine"] = f"{os.cpu_count()} cores, {platform.platform()}{gpu}"
         with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
-            git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+            git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
             result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         write_file(self.folder / "result.json", json.dumps(result, indent=2))
         if args.track:
@@ -702,7 +702,7 @@ class Run:
             card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
             card += f"Trained by `{shlex.join(['python', *sys.argv])}`, played by `{SCRIPT}.py --evaluate model.pt`.\n"
             write_file(self.folder / "README.md", card)
-            name = re.sub(r"\W+", "-", f"{args.env_id}-{SCRIPT}-{args.seed}")
+            name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
             repo = self.hub.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True)
             patterns = ["README.md", "model.pt", "args.json", "result.json", "videos/*"]
             self.hub.upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
@@ -736,8 +736,10 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     for flag in ("env-id", "run-folder", "resume", "evaluate"):
         peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
     given, _ = peek.parse_known_args()
+    if (given.evaluate, given.resume, given.run_folder).count(None) < 2:
+        sys.exit("error: --evaluate, --resume and --run-folder cannot be combined")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
-    if not given.evaluate and not given.resume and not any(path.glob("checkpoint_*.pt")):
+    if not given.evaluate and not given.resume and not (given.run_folder and any(path.glob("checkpoint_*.pt"))):
         args = tyro.cli(Args)
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
@@ -746,8 +748,8 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     if ":" in saved.env_id and saved.env_id != given.env_id:
         sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
     args = tyro.cli(Args, default=saved)  # what is not given is as it was
-    if args.env_id != saved.env_id:
-        sys.exit(f"error: {path} was trained on {saved.env_id}, not on {args.env_id}")
+    if args.env_id != saved.env_id or (args.seed != saved.seed and not args.evaluate):
+        sys.exit(f"error: {path} is of {saved.env_id}, seed {saved.seed}, not of {args.env_id}, seed {args.seed}")
     return args, path if path.is_dir() else path.parent, checkpoint
 
 

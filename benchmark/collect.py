@@ -63,7 +63,7 @@ def collect(folder: Path, results: Path) -> None:
         "wall_seconds": round(result["seconds"]),
         "command": shlex.join(["python", *program, "--env-id", env_id, "--seed", str(seed)])
         + f" {variant(script, result['args'], SPEED)}",
-        "commit": result.get("commit", "unknown")[:10],
+        "commit": result.get("commit", "unknown")[:10] + "-changed" * result.get("commit", "").endswith("-dirty"),
         "versions": ", ".join(f"{package} {version}" for package, version in sorted(result["versions"].items())),
         "machine": result["machine"],
     }

@@ -251,13 +251,16 @@ def test_a_run_that_does_not_know_its_seconds_goes_on(call, finished, tmp_path, 
 
 
 @ppo_only
-def test_a_model_cannot_be_resumed_and_no_other_environment_taken(call, finished, tmp_path, script):
+def test_a_model_cannot_be_resumed_and_no_other_environment_or_seed_taken(call, finished, tmp_path, script):
     name = copy_run(finished[1], tmp_path)
     before = files_below(tmp_path)
     assert_refused(call(script, "--resume", f"{name}/model.pt"), 1, "adam")
     for argv in (["--resume"], ["--evaluate"], [*SMALL[script], "--run-folder"]):
         result = call(script, *argv, name, "--env-id", "MountainCarContinuous-v0")
         assert_refused(result, 1, "Pendulum-v1 MountainCarContinuous-v0")
+    for argv in (["--resume"], [*SMALL[script], "--run-folder"]):  # an evaluation may have another seed
+        assert_refused(call(script, *argv, name, "--seed", "2"), 1, "seed 1 2")
+    assert_refused(call(script, "--resume", name, "--run-folder", "other"), 1, "--resume --run-folder")
     (tmp_path / name / "checkpoint_000000009999.pt").write_bytes((tmp_path / name / "model.pt").read_bytes())
     assert_refused(call(script, "--resume", name), 1, "adam")
     (tmp_path / name / "checkpoint_000000009999.pt").unlink()
