@@ -54,7 +54,7 @@ Where this differs from the papers or from common practice, and why:
     transitions before it are never drawn, because the replay does not hold the observation that the episode ends with.
     (At its time limit ale-py 0.12.1 gives one whose newest frame is stale.)
   * With `--n-step` above 1 the rewards are those of an older policy, and nothing corrects for it, as in [RBW].
-  * A lost life ends the return, not the episode (labml's begins anew), and the stack of frames goes on. On the first
+  * A lost life ends the return, not the episode (in labml it ends), and the stack of frames goes on. On the first
     step of each life FIRE is pressed for the agent: in an environment like Breakout one that never chooses FIRE would
     wait for ever.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
