@@ -333,6 +333,8 @@ class TeamEnvs:
             self.shape = self.envs.shape
         else:
             make = functools.partial(Smac, args.env_id.removeprefix("smac/"), str(run_folder.resolve() / "replays"))
+            # Trap: interrupted in a step, the processes end by themselves, and gymnasium's destructor complains about that
+            sys.unraisablehook, gym.logger.min_level = lambda _: None, gym.logger.ERROR
             self.envs = gym.vector.AsyncVectorEnv([make] * num_envs, context="spawn", autoreset_mode="SameStep")
             self.shape = Shape(*self.envs.call("shape")[0])
         self.close = self.envs.close
