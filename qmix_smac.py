@@ -333,7 +333,7 @@ class TeamEnvs:
             self.shape = self.envs.shape
         else:
             make = functools.partial(Smac, args.env_id.removeprefix("smac/"), str(run_folder.resolve() / "replays"))
-            # Trap: interrupted in a step, the processes end by themselves, and gymnasium's destructor complains about that
+            # Trap: interrupted in a step, the processes end by themselves, and gymnasium's destructor would complain
             sys.unraisablehook, gym.logger.min_level = lambda _: None, gym.logger.ERROR
             self.envs = gym.vector.AsyncVectorEnv([make] * num_envs, context="spawn", autoreset_mode="SameStep")
             self.shape = Shape(*self.envs.call("shape")[0])
@@ -584,7 +584,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
     # All that the rest of a run depends on
     parts = {"agent": agent, "mixer": mixer, "target_agent": target_agent, "target_mixer": target_mixer}
-    parts |= {"optimizer": optimizer, "replay": replay}
+    parts |= {args.optimizer: optimizer, "replay": replay}
     global_step = restore(parts, checkpoint) if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, run_folder, checkpoint, parts, last_step)

@@ -66,6 +66,7 @@ def collect(folder: Path, results: Path) -> None:
         "commit": result.get("commit", "unknown")[:10] + "-changed" * result.get("commit", "").endswith("-dirty"),
         "versions": ", ".join(f"{package} {version}" for package, version in sorted(result["versions"].items())),
         "machine": result["machine"],
+        "ended": pd.Timestamp(points.seconds.max(), unit="s").strftime("%Y-%m-%d %H:%M"),
     }
     row = {name: f"{value:.6g}" if isinstance(value, float) else str(value).strip() for name, value in values.items()}
     path = results / curves_name(row)

@@ -64,6 +64,12 @@ def read_table(path: Path) -> "pandas.DataFrame":  # noqa: F821
     return pd.read_csv(path, dtype=str, keep_default_na=False) if path.exists() else pd.DataFrame()
 
 
+def read_runs(results: Path) -> "pandas.DataFrame":  # noqa: F821
+    """Of runs.csv one row for each seed: where a seed was run again, with newer scripts, the run that ended last."""
+    runs = read_table(results / "runs.csv").sort_values("ended", kind="stable")
+    return runs.drop_duplicates(["script", "env_id", "variant", "seed"], keep="last").sort_index()
+
+
 def read_events(run_folder: Path) -> "pandas.DataFrame":  # noqa: F821
     """The points of a run's TensorBoard log (tag, step, value, seconds), without those that a resumed run purged."""
     import pandas as pd
@@ -130,7 +136,7 @@ FRONT = {  # README's table and picture: for each script one environment, its lo
 
 
 def front(runs: "pandas.DataFrame") -> dict[str, "pandas.DataFrame"]:  # noqa: F821
-    """The rows of runs.csv that README shows: {script: the longest runs of its environment with the fewest flags}."""
+    """The runs that README shows: {script: the longest runs of its environment with the fewest flags}."""
     found = {}
     for script, env_id in FRONT.items():
         rows = runs[(runs.script == script) & (runs.env_id == env_id)]

@@ -19,7 +19,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import scipy.stats
-from common import FLAG, FRONT, RESULTS, ROOT, curves_name, front, read_table, setting
+from common import FLAG, FRONT, RESULTS, ROOT, curves_name, front, read_runs, read_table, setting
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
@@ -105,7 +105,7 @@ def draw_panel(axes, script: str, env_id: str, runs: pd.DataFrame, results: Path
 
 def draw(script: str, results: Path) -> Figure:
     """The figure of one script."""
-    runs = read_table(results / "runs.csv").query("script == @script")
+    runs = read_runs(results).query("script == @script")
     steps = runs.total_steps.astype(int)
     runs = runs.assign(longer=steps > 3 * steps.groupby(runs.env_id).transform("min"))
     flags = {name: FLAG.findall(name) for name in {setting(script, variant) for variant in runs.variant}}
@@ -130,7 +130,7 @@ def draw(script: str, results: Path) -> Figure:
     for name, look in looks.items():
         sizes = runs[runs.setting == name].groupby(["variant", "env_id"]).size()
         counts = " to ".join(dict.fromkeys(map(str, (sizes.min(), sizes.max()))))
-        legend[f"{own[name] or 'defaults'}: {counts} run{'s' * (counts != '1')}"] = Line2D([], [], **look)
+        legend[f"{own[name] or 'defaults'}: {counts} seed{'s' * (counts != '1')}"] = Line2D([], [], **look)
     legend |= sources
     if common:
         legend["all runs with " + " ".join(sorted(common))] = Line2D([], [], linestyle="none")
@@ -141,12 +141,12 @@ def draw(script: str, results: Path) -> Figure:
 
 def draw_overview(results: Path) -> Figure:
     """A panel per script: the runs that README's table names, with the published score dashed."""
-    found = front(read_table(results / "runs.csv"))
+    found = front(read_runs(results))
     figure = Figure(figsize=(10, 2.4), layout="constrained")
     for axes, (script, runs) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items()):
         env_id, variant = runs.iloc[0][["env_id", "variant"]]
         draw_panel(axes, script, env_id, runs, results, {setting(script, variant): LOOKS[0]})
-        axes.set_title(f"{script}.py\n{env_id}\nruns: {len(runs)}")
+        axes.set_title(f"{script}.py\n{env_id}\nseeds: {len(runs)}")
     return figure
 
 
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--figures", type=Path, default=ROOT / "benchmark" / "figures")
     args = parser.parse_args(argv)
-    found = sorted(FRONT.keys() & set(read_table(args.results / "runs.csv").script))
+    found = sorted(FRONT.keys() & set(read_runs(args.results).script))
     args.figures.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         for name in args.scripts or [*found, "overview"]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from common import FRONT, NO_HYPERPARAMETERS, RESULTS, ROOT, arguments, front, read_table
+from common import FRONT, NO_HYPERPARAMETERS, RESULTS, ROOT, arguments, front, read_runs, read_table
 from plot import bootstrap, iqm
 from speed import STEPS
 
@@ -66,7 +66,7 @@ def score_table(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
                 "environment": env_id,
                 "flags": f"`{variant}`" if variant else "",
                 "steps": " to ".join(dict.fromkeys([f"{steps[0]:,}", f"{steps[-1]:,}"])),
-                "runs": str(len(rows)),
+                "seeds": str(len(rows)),
                 "training return": interval(rows.training_return),
                 "IQM": interval(rows.training_return, iqm) if len(rows) >= 5 else "",
                 "evaluation": interval(rows.eval_return),
@@ -90,7 +90,7 @@ def front_scores(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
             {
                 "script": f"[`{script}.py`]({script}.py) ([page](docs/{script}.md))",
                 "algorithm, paper": PAPERS[script],
-                **{name: row[name] for name in ("environment", "steps", "runs")},
+                **{name: row[name] for name in ("environment", "steps", "seeds")},
                 "score": row["evaluation"] if script == "dqn_per_atari" else score,  # as what is published
                 "published": f"{row['published']} ({row['source']})" if row["source"] else "",
             }
@@ -226,7 +226,7 @@ def replace_section(text: str, name: str, section: str) -> str:
 
 def generate(results: Path) -> dict[Path, str]:
     """All files as they should be: {path: text}."""
-    runs, measured = read_table(results / "runs.csv"), read_table(results / "speed.csv")
+    runs, measured = read_runs(results), read_table(results / "speed.csv")
     references, frozen = read_table(results / "references.csv"), read_table(results / "frozen_or_fresh.csv")
     scores = score_table(runs, references)
     drawn = sorted(FRONT.keys() & set(runs.script))

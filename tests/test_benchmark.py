@@ -37,7 +37,7 @@ def make_results(folder, seeds=range(1, 6), script="ppo_continuous", env_id="Hal
             points = "".join(f"charts/episodic_return,{1000 * i},{seed * 10 * i},1\n" for i in range(1, 101))
             path.write_text("tag,step,value,count\n" + points)
             row |= {"training_return": 1000 * seed, "eval_return": 1100 * seed, "eval_battle_won_rate": ""}
-            rows.append(row | {"tests_battle_won_rate": "", "wall_seconds": 1800, "commit": "c0ffee"})
+            rows.append(row | {"tests_battle_won_rate": "", "wall_seconds": 1800, "commit": "c0ffee", "ended": ""})
     pd.DataFrame(rows).to_csv(folder / "runs.csv", index=False)
     return folder
 
@@ -224,9 +224,9 @@ def test_committed_tables_are_what_the_results_give():
 def test_scores_say_what_the_results_say(tmp_path):
     results = make_results(tmp_path, variants=("", "--no-bootstrap-truncation"))
     references = common.read_table(common.RESULTS / "references.csv")
-    runs = common.read_table(results / "runs.csv")
+    runs = common.read_runs(results)
     default, variant = tables.score_table(runs, references).to_dict("records")
-    assert (default["steps"], default["runs"], default["hours"]) == ("100,000", "5", "0.50")
+    assert (default["steps"], default["seeds"], default["hours"]) == ("100,000", "5", "0.50")
     assert default["training return"].startswith("3,000 [") and default["IQM"].startswith("3,000 [")
     assert default["evaluation"].startswith("3,300 [") and default["published"] == "1,443 ± 46"
     assert default["source"] == "CleanRL docs (PPO; 3 seeds), 1M steps"
@@ -284,6 +284,14 @@ def test_a_variant_is_what_differs_from_the_defaults():
     peer = {"env_id": "3m", "seed": 1, "total_timesteps": 9, "threads": 1}
     assert common.variant("jaxmarl_qmix", peer) == "--total-timesteps 9"
     assert common.variant("jaxmarl_qmix", peer, common.SPEED) == "--total-timesteps 9 --threads 1"
+
+
+def test_of_a_seed_the_run_that_ended_last_counts(tmp_path):
+    runs = [("1", "a", ""), ("1", "b", "11-23"), ("1", "c", "11-22"), ("2", "a", ""), ("2", "d", "11-23")]
+    rows = [{"script": "s", "env_id": "e", "variant": "", "seed": s, "commit": c, "ended": day} for s, c, day in runs]
+    rows.append(rows[0] | {"variant": "--gamma 0.9"})
+    pd.DataFrame(rows).to_csv(tmp_path / "runs.csv", index=False)
+    assert common.read_runs(tmp_path).commit.tolist() == ["b", "d", "a"]
 
 
 def test_runs_of_one_seed_at_two_commits_have_curves_of_their_own():

@@ -10,6 +10,7 @@ benchmark/results; `0.99<!-- default gamma -->` is a default of the page's scrip
 import ast
 import csv
 import importlib.util
+import operator
 import re
 import shlex
 import statistics
@@ -217,7 +218,10 @@ def table(pattern):
     for path in sorted((ROOT / "benchmark" / "results").glob(f"{pattern}.csv")):
         with open(path, newline="") as file:
             rows += csv.DictReader(file)
-    return rows
+    if pattern == "runs":  # of each seed the newest run, as in the tables
+        key = operator.itemgetter("script", "env_id", "variant", "seed")
+        rows = {key(row): row for row in sorted(rows, key=operator.itemgetter("ended"))}.values()
+    return list(rows)
 
 
 def measured(name, query):
