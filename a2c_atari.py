@@ -22,9 +22,9 @@ fits the value function, and keeps the entropy up.
 [37]    Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
 
     symbol          variable           shape            meaning (T num_steps, N num_envs, B = T * N)
-    s_t             obs                (N, 4, 84, 84)   the last four frames, uint8, one per agent step
+    s_t             next_obs           (N, 4, 84, 84)   the last four frames, uint8, one per agent step
     a_t             actions            (T, N)           index among the environment's actions
-    r_t             rewards            (T, N)           reward, its sign only
+    r_t             rewards            (T, N)           reward, its sign only; what is logged is the episode's score
     R_t             returns            (T, N)           n-step return, [A3C] Alg. S3
     A               advantages         (T, N)           R_t - V(s_t), [A3C] Sec. 4; with lambda < 1 [GAE] Eq. (16)
     \pi(a|s)        logits             (B, num_actions) before the softmax
@@ -35,16 +35,15 @@ fits the value function, and keeps the entropy up.
     g               square_avg                          moving average of the squared gradient, [A3C] Sec. 4
 
 Where this differs from common practice, and why:
-  * RMSprop is TensorFlow's by default (epsilon inside the root, the average starting at one). The first steps of
-    PyTorch's are thousands of times as large.
+  * RMSprop is TensorFlow's by default: epsilon inside the root, the average starting at one. With PyTorch's
+    (`--torch-rmsprop`) the first steps are thousands of times as large, and later ones 30 times where gradients are
+    near 1e-4.
   * A lost life ends the return, not the episode, and the stack of frames goes on. On the first step of each life FIRE
     is pressed for the agent: an environment like Breakout would otherwise wait for ever for a policy that has forgotten
-    to. The policy gets no credit for it. Such a step still fits the value function, and its entropy counts: that of
-    [A3C] is of all steps, which are all the agent's.
+    to. The policy gets no credit for it; such a step still fits the value function and counts in the entropy.
   * [A3C] itself has one worker per environment without a lock, a smaller network, a learning rate that falls to zero
     (`--anneal-lr`), sums over the rollout where this has means, and no clipping of the gradient.
   * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
-  * Rewards are clipped to their sign for learning only; what is logged is the score of the whole episode.
   * ale-py preprocesses: the maximum of two frames is taken of grey values (Stable-Baselines3's of colours), and the
     first stack of an episode is padded with zeros.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
@@ -325,8 +324,7 @@ class RMSprop(torch.optim.Optimizer):
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2,   \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
 
-    PyTorch divides by \sqrt{g} + \epsilon and starts at zero (`--torch-rmsprop`): where gradients are small (say 1e-4,
-    and epsilon 1e-5) its steps are 30 times as large.
+    PyTorch (`--torch-rmsprop`) divides by \sqrt{g} + \epsilon and starts at zero.
     """
 
     def __init__(self, parameters, args: Args) -> None:
@@ -350,7 +348,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
     first, N = join_ranks(args)  # N environments from number `first` on: all, or this rank's share under torchrun
     T, batch_size = args.num_steps, args.num_steps * args.num_envs
-    device = choose_device(args)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)  # the parameters
     envs = AtariEnvs(args, N, run_folder, first=first)
     agent = Agent(envs.num_actions, args.conv3_filters, args.bf16).to(device)
@@ -437,7 +435,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     `model` is a checkpoint or what model.pt holds. Returns the scores. Actions are sampled, or the likeliest with
     `--greedy`. The episodes depend on the seed and on the model's step; none of them is one of training's.
     """
-    device = choose_device(args)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, args.eval_episodes, run_folder, name="evaluation")
     agent = Agent(envs.num_actions, args.conv3_filters, args.bf16).to(device)
     restore({"agent": agent}, model)
@@ -452,13 +450,6 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     kind = "greedy" if args.greedy else "sampled"
     print(f"evaluation: {np.mean(scores):.2f} +- {np.std(scores):.2f}, {len(scores)} episodes of {kind} actions")
     return {"episodic_return": scores}
-
-
-def choose_device(args: Args) -> torch.device:
-    """The device of the networks, set up as the arguments say."""
-    torch.set_num_threads(args.torch_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def write_file(path: Path, content: dict | str) -> None:
@@ -672,6 +663,8 @@ def main() -> None:
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
         print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
     try:
         evaluate(args, checkpoint, folder) if args.evaluate else train(args, folder, checkpoint)
     except KeyboardInterrupt:

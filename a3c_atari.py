@@ -497,7 +497,6 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """The parent: start the workers, log what they send, and evaluate and save whenever they wait at a checkpoint."""
-    choose_device(args)
     torch.manual_seed(args.seed)  # the parameters
     shared_model = Agent(AtariEnvs(args, 1, run_folder).num_actions, args.lstm)
     theta, _ = flatten(shared_model)
@@ -554,7 +553,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     `model` is a checkpoint or what model.pt holds. Returns the scores. Actions are sampled, or the likeliest with
     `--greedy`. The episodes depend on the seed and on the model's step; none of them is one of training's.
     """
-    device = choose_device(args)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, args.eval_episodes, run_folder, name="evaluation")
     agent = Agent(envs.num_actions, args.lstm).to(device)
     restore({"agent": agent}, model)
@@ -571,13 +570,6 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     kind = "greedy" if args.greedy else "sampled"
     print(f"evaluation: {np.mean(scores):.2f} +- {np.std(scores):.2f}, {len(scores)} episodes of {kind} actions")
     return {"episodic_return": scores}
-
-
-def choose_device(args: Args) -> torch.device:
-    """The device of the networks, set up as the arguments say."""
-    torch.set_num_threads(args.torch_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def write_file(path: Path, content: dict | str) -> None:
@@ -718,7 +710,9 @@ def prepare_worker(args: Args) -> torch.device:
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Trap: a pool of compilers would outlive a worker
     warnings.filterwarnings("ignore", "RNN module weights")  # of cuDNN: views of a vector are copied at each call
-    return choose_device(args)
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def traced_step(agent: Agent, envs: AtariEnvs, args: Args) -> Callable:
@@ -760,6 +754,8 @@ def main() -> None:
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
         print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
     try:
         evaluate(args, checkpoint, folder) if args.evaluate else train(args, folder, checkpoint)
     except KeyboardInterrupt:

@@ -480,7 +480,7 @@ def epsilon_greedy(q_network: QNetwork, obs: np.ndarray, epsilon: float, rng: np
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or a checkpoint. Raises FloatingPointError where loss or gradient are not finite."""
-    device = choose_device(args)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     speed_up_cpu()
     torch.manual_seed(args.seed)  # the parameters
     envs = AtariEnvs(args, args.num_envs, run_folder)
@@ -499,6 +499,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     global_step = restore(parts, checkpoint) if checkpoint else 0
     if checkpoint and args.learning_rate != checkpoint["args"]["learning_rate"]:  # else live.json may have set it
         optimizer.param_groups[0]["lr"] = args.learning_rate
+    optimizer.param_groups[0]["eps"] = args.adam_eps  # Trap: the checkpoint brought its own
     steps = args.num_steps * args.num_envs  # agent steps per iteration
     last_step = math.ceil(args.total_timesteps / steps) * steps
     run = Run(args, run_folder, checkpoint, parts, last_step)
@@ -570,7 +571,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     `model` is a checkpoint or what model.pt holds. Returns the scores. A random action is played with probability
     `args.eval_epsilon`. The episodes depend on the seed and on the model's step; none of them is one of training's.
     """
-    device = choose_device(args)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, args.eval_episodes, run_folder, name="evaluation")
     q_network = QNetwork(envs.num_actions, args.dueling, args.bf16).to(device)
     restore({"agent": q_network}, model)
@@ -597,22 +598,19 @@ def live_learning_rate(run_folder: Path) -> float | None:
         path.unlink()
 
 
-def pieces(frames: np.ndarray) -> list[np.ndarray]:
-    """Frames (K, 84, 84) in pieces that are compressed each by itself."""
-    return np.split(frames, range(PIECE, len(frames), PIECE))
-
-
 def pack(frames: np.ndarray) -> list[torch.Tensor]:
-    """Compress frames (K, 84, 84): a million, 7 GB, become less than one."""
+    """Compress frames (K, 84, 84), PIECE of them at a time: a million, 7 GB, become less than one."""
+    pieces = (frames[k : k + PIECE] for k in range(0, len(frames), PIECE))
     with ThreadPoolExecutor(8) as pool:  # a line of the screen in all frames, then the next: this packs better
-        packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), level=1), pieces(frames))
+        packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), level=1), pieces)
         return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
 
 
 def unpack(packed: list[torch.Tensor], frames: np.ndarray) -> None:
     """Write the frames that `pack` has compressed into an array of their size."""
-    for data, piece in zip(packed, pieces(frames)):
-        piece[:] = np.frombuffer(zlib.decompress(data.numpy()), np.uint8).reshape(84, -1, 84).swapaxes(0, 1)
+    for k, data in enumerate(packed):
+        piece = np.frombuffer(zlib.decompress(data.numpy()), np.uint8).reshape(84, -1, 84).swapaxes(0, 1)
+        frames[k * PIECE :][: len(piece)] = piece
 
 
 def speed_up_cpu() -> None:
@@ -631,13 +629,6 @@ def note_memory(size: int) -> None:
         free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
         if size > free:
             print(f"note: a full replay takes {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", file=sys.stderr)
-
-
-def choose_device(args: Args) -> torch.device:
-    """The device of the networks, set up as the arguments say."""
-    torch.set_num_threads(args.torch_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def write_file(path: Path, content: dict | str) -> None:
@@ -798,6 +789,8 @@ def main() -> None:
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
         print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
     try:
         evaluate(args, checkpoint, folder) if args.evaluate else train(args, folder, checkpoint)
     except KeyboardInterrupt:

@@ -41,8 +41,8 @@ Where this differs from common practice, and why:
     CleanRL takes truncations for terminations (`--no-bootstrap-truncation`), wrong at each 1000th step of HalfCheetah.
   * One set of running statistics serves all environments, is saved with the parameters and is frozen in evaluation.
   * Reward scaling: the discounted return begins at zero after each end of an episode, as in OpenAI's baselines.
-    CleanRL uses gymnasium's wrapper, which carries the return through a truncation and drops the past in a terminal
-    step. The statistics begin with a count of 0, gymnasium's with 1e-4.
+    CleanRL uses gymnasium's wrapper, which carries it through a truncation and drops the past in a terminal step. The
+    statistics begin with a count of 0, gymnasium's with 1e-4.
   * Logged losses and KL divergences are means over the minibatches of the last epoch, which is also what `--target-kl`
     looks at. CleanRL logs and compares the last minibatch, and so stops elsewhere.
   * At each checkpoint new episodes begin and random numbers restart, with seeds made of (seed, global_step), since
@@ -364,8 +364,8 @@ def minibatch_step(agent, args, theta, exp_avg, exp_avg_sq, adam_steps, learning
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
-    T, N, device = args.num_steps, args.num_envs, choose_device(args)
-    batch_size = T * N
+    T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)  # the parameters
     envs = Environments(args, N, run_folder)
     agent = Agent(envs.obs_dim, envs.action_dim, args.log_std_init).to(device)
@@ -452,9 +452,8 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     `model` is a checkpoint or what model.pt holds. Returns the episodes' returns, undiscounted and
     unscaled. The episodes depend on the seed and on the model's step; none of them is one of training's.
     """
-    device = choose_device(args)
     envs = Environments(args, args.eval_episodes, run_folder, frozen=True)
-    agent = Agent(envs.obs_dim, envs.action_dim).to(device)
+    agent = Agent(envs.obs_dim, envs.action_dim)
     restore({"agent": agent, "obs_stats": envs.obs_stats}, model)
     mean_action, scores = numpy_actor(agent.actor), {}
     obs = envs.reset(model["global_step"], 1)
@@ -465,13 +464,6 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     scores = [scores[i] for i in range(args.eval_episodes)]
     print(f"evaluation: {np.mean(scores):.2f} +- {np.std(scores):.2f}, {len(scores)} episodes of the mean action")
     return {"episodic_return": scores}
-
-
-def choose_device(args: Args) -> torch.device:
-    """The device of the networks, set up as the arguments say."""
-    torch.set_num_threads(args.torch_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def write_file(path: Path, content: dict | str) -> None:
@@ -678,6 +670,8 @@ def main() -> None:
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
         print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
     try:
         evaluate(args, checkpoint, folder) if args.evaluate else train(args, folder, checkpoint)
     except KeyboardInterrupt:

@@ -45,7 +45,7 @@ rows, the last of which is what the last action led to:
 
     row          0  1  2  3  4
     episode 0    x  x  x  x  x      x: `filled` (T+1, B), R rows in all. A step led to each of them but the first:
-    episode 1    x  x  x  .  .      mask = filled[1:], here of 4, 2 and 1 steps. Agents compute only these rows,
+    episode 1    x  x  x  .  .      mask = filled[1:], here of 4, 2 and 1 steps. Agents compute only the rows x,
     episode 2    x  x  .  .  .      the mixer only the P steps (the target mixer all): padding costs time
 
 Where this differs from the papers or from their program, PyMARL, and why:
@@ -58,14 +58,12 @@ Where this differs from the papers or from their program, PyMARL, and why:
   * `--td-lambda` is for [PENG]'s Q(lambda), which does not correct for the random actions in the replay.
   * `--mixer none` is [IQL]. Under it too all agents share their parameters ([SHARE]); `q_tot`, `targets` are (P, n).
   * SMAX's reward is multiplied by ten, as in JaxMARL's own QMIX. So its maximum is 20, as in SMAC, but half of it is
-    for damage and half for victory, where SMAC counts hit points, kills and victory. SMAX's state is scaled to 0..1;
-    SMAC's is scaled too. Its episodes have up to 101 steps: the limit is compared before the step is counted.
+    for damage and half for victory, where SMAC counts hit points, kills and victory. SMAX's state is scaled, as SMAC's.
   * Three faults of the package SMAC are mended: after a crash its step() returns `0, True, {}` (the episode is
     dropped); the maximum that it divides rewards by counts enemies again if other units appear later; a reset before
     the end of the first episode launches a second program.
-  * At each checkpoint, which holds the replay too, the environments begin new episodes and random numbers restart,
-    interrupted there or not. So resuming is exact to the bit, but not with StarCraft II, which keeps running with
-    the seed of its launch.
+  * At each checkpoint, which holds the replay too, new episodes begin and random numbers restart, in any run. So
+    resuming is exact to the bit, but not with StarCraft II, which keeps running with the seed of its launch.
 
 Steps are those of the team. SMAX runs on the CPU, whatever torch's device is. `--env-id smac/3m`, the real SMAC, needs
 StarCraft II (README.md). It was tested with a stand-in, never with StarCraft II itself. Scores and speeds: README.md.
@@ -198,34 +196,31 @@ def make_smax(map_name: str) -> tuple:
     if map_name not in MAPS:
         sys.exit(f"error: no SMAX map {map_name!r} (smac/MAP is StarCraft II); there are {', '.join(MAPS)}")
     env = HeuristicEnemySMAX(scenario=MAPS[map_name])
-    n, U = env.num_agents, len(env.all_agents)
+    n = env.num_agents
 
-    def observe(key, state, obs) -> tuple:
-        world, avail_actions = obs["world_state"], env.get_avail_actions(state)
-        obs, avail_actions = (jnp.stack([each[agent] for agent in env.agents]) for each in (obs, avail_actions))
-        units = world[: -2 * U].reshape(U, -1)  # health, x, y, cooldown and the type's bits of each unit
-        teams, types = world[-2 * U :].reshape(2, U)
-        # SMAX leaves these as they are, SMAC scales them too
-        cooldowns = env.unit_type_weapon_cooldowns[state.state.unit_types]
-        units = units.at[:, 1].divide(env.map_width).at[:, 2].divide(env.map_height).at[:, 3].divide(cooldowns)
-        world = jnp.concatenate([units.clip(0, 1).ravel(), teams, types / (env.unit_type_bits - 1)])
+    def observe(key, state) -> tuple:
+        seen, avail_actions = env.get_all_unit_obs(state), env.get_avail_actions(state)
+        seen = jnp.stack([seen[unit] for unit in env.all_agents])  # (units, O), allies first
+        avail_actions = jnp.stack([avail_actions[agent] for agent in env.agents])
+        # SMAX's own state is not scaled. What a unit sees of itself is: the last columns of its observation
+        types = state.state.unit_types / (env.unit_type_bits - 1)
+        world = jnp.concatenate([seen[:, -len(env.own_features) :].clip(0, 1).ravel(), state.state.unit_teams, types])
         # Trap: else the types of begin() and step() differ in JAX's "weak" mark, and step() is compiled twice: 10 s
         simulator = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), (key, state))
-        return simulator, (obs, world, avail_actions.astype(bool))
+        return simulator, (seen[:n], world, avail_actions.astype(bool))
 
     def reset(key) -> tuple:
         key, reset_key = jax.random.split(key)
-        obs, state = env.reset(reset_key)
-        return observe(key, state, obs)
+        return observe(key, env.reset(reset_key)[1])
 
     def step(simulator, actions) -> tuple:
         key, step_key = jax.random.split(simulator[0])
-        obs, state, rewards, dones, _ = env.step_env(step_key, simulator[1], dict(zip(env.agents, actions)))
+        _, state, rewards, dones, _ = env.step_env(step_key, simulator[1], dict(zip(env.agents, actions)))
         # Trap: jaxmarl tells neither a time limit from an end nor, if rewards are scaled, a victory: the units do
         allies, enemies = state.state.unit_alive[:n].any(), state.state.unit_alive[n:].any()
         terminated = ~(allies & enemies)
         truncated, won = dones["__all__"] & ~terminated, allies & ~enemies
-        after = observe(key, state, obs)
+        after = observe(key, state)
         now = jax.tree.map(lambda new, old: jnp.where(terminated | truncated, new, old), reset(key), after)
         return *now, after[1], 10 * rewards[env.agents[0]], terminated, truncated, won
 
@@ -414,6 +409,7 @@ class Agent(nn.Module):
         """Q (T+1, B, n, A) of whole episodes, zero in padding; inputs (R, n, ...) are their rows that are `filled`."""
         embedded = torch.relu(self.fc1(inputs))  # (R, n, H), in order of time
         hidden, outputs = self.first_hidden(filled.shape[1]).flatten(0, 1), []
+        # Not nn.GRU on a PackedSequence: twice as slow on the CPU, where gradients of slices are as large as all inputs
         for x in embedded.split(filled.sum(dim=1).tolist()):  # the rows at one time
             hidden = hidden[: len(x) * self.n_agents]  # shorter episodes, which are the last ones, have ended
             hidden = self.rnn(x.flatten(0, 1), hidden)
@@ -553,7 +549,7 @@ def select_actions(agent: Agent, envs: TeamEnvs, hidden: torch.Tensor, epsilon=0
 
 
 def play(agent: Agent, envs: TeamEnvs, num_episodes: int) -> tuple[list[float], list[float]]:
-    """Play greedy episodes from a reset on. Returns their returns, and 1.0 for a victory, else 0.0.
+    """Play greedy episodes from a reset on. Returns their scores, and 1.0 for a victory, else 0.0.
 
     Each environment plays its share. The first `num_episodes` to end would be short ones, too many of them defeats.
     """
@@ -571,7 +567,7 @@ def play(agent: Agent, envs: TeamEnvs, num_episodes: int) -> tuple[list[float], 
 
 def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
-    N, device = args.num_envs, choose_device(args)
+    N, device = args.num_envs, torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)  # the parameters
     envs = TeamEnvs(args, N, run_folder)
     test_envs = TeamEnvs(args, min(N, args.test_nepisode), run_folder, "test")
@@ -586,6 +582,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     parts = {"agent": agent, "mixer": mixer, "target_agent": target_agent, "target_mixer": target_mixer}
     parts |= {args.optimizer: optimizer, "replay": replay}
     global_step = restore(parts, checkpoint) if checkpoint else 0
+    optimizer.param_groups[0] |= {"alpha": args.optim_alpha, "eps": args.optim_eps}  # Trap: the checkpoint has its own
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, run_folder, checkpoint, parts, last_step)
     if args.compile:
@@ -656,7 +653,7 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     `model` is a checkpoint or what model.pt holds. Returns the returns, and 1.0 for each battle won, else 0.0. The
     episodes depend on the seed, on the model's step and on `args.num_envs`; none of them is one of training's.
     """
-    device = choose_device(args)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = TeamEnvs(args, min(args.num_envs, args.eval_episodes), run_folder, "evaluation")
     agent = Agent(envs.shape, args.rnn_hidden_dim).to(device)
     restore({"agent": agent}, model)
@@ -672,13 +669,6 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
     score = f"{np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes of greedy actions"
     print(f"evaluation: {score}, {np.mean(won):.1%} of the battles won")
     return {"episodic_return": returns, "battle_won_rate": won}
-
-
-def choose_device(args: Args) -> torch.device:
-    """The device of the networks, set up as the arguments say."""
-    torch.set_num_threads(args.torch_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def write_file(path: Path, content: dict | str) -> None:
@@ -852,6 +842,8 @@ def main() -> None:
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
         print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+    torch.set_num_threads(args.torch_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
     try:
         evaluate(args, checkpoint, folder) if args.evaluate else train(args, folder, checkpoint)
     except KeyboardInterrupt:

@@ -119,7 +119,7 @@ class Tape:
             return sample(logits, gumbel_noise)
 
         patch.setattr(a3c, "sample", sample)
-        patch.setattr(a3c, "prepare_worker", a3c.choose_device)
+        patch.setattr(a3c, "prepare_worker", lambda args: torch.device("cuda" if args.cuda else "cpu"))
         patch.setattr(a3c.SharedAdam, "step", note(a3c.SharedAdam))
         patch.setattr(a3c.SharedRMSprop, "step", note(a3c.SharedRMSprop))
         patch.setattr(a3c, "AtariEnvs", AtariEnvs)

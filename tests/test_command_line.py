@@ -334,7 +334,7 @@ def outcome(call, tmp_path, monkeypatch):
             monkeypatch.setattr(module, "play", lambda *args: played.append(args[2:]) or play(*args))
         if hasattr(module, "actor_learner"):  # A3C's workers
             monkeypatch.setattr(module.mp, "spawn", functools.partial(Threads, settings))
-            monkeypatch.setattr(module, "prepare_worker", module.choose_device)
+            monkeypatch.setattr(module, "prepare_worker", lambda args: torch.device("cpu"))
         if hasattr(module, "AtariVectorEnv"):
             monkeypatch.setattr(module, "AtariVectorEnv", functools.partial(short_episodes, settings))
         result = call(script, *SMALL[script], *BASE[script].split(), *flags.split())

@@ -362,7 +362,7 @@ def test_a_replay_is_saved_and_goes_on_as_if_nothing_had_happened(steps, monkeyp
     if steps:
         replay.update(np.flatnonzero(replay.tree.leaves)[:5], np.arange(-2.0, 3.0))
     state = copy.deepcopy(replay.state_dict())
-    assert len(state["frames"]) == max(1, -(-min(steps, 50) // 15))
+    assert len(state["frames"]) == -(-min(steps, 50) // 15)
     other.load_state_dict(state)
     np.testing.assert_array_equal(other.frames, replay.frames)
     np.testing.assert_array_equal(other.tree.nodes, replay.tree.nodes)
@@ -1037,6 +1037,13 @@ def test_a_resumed_run_without_its_replay_waits_until_another_is_filled(call, re
         after = last["optimizer"]["state"][0]["step"]
         assert "replay" not in last and last["global_step"] == steps and after - before == learned
         before = after
+
+
+def test_adams_epsilon_on_the_command_line_wins_over_that_of_the_checkpoint(call, resumable):
+    name, run_folder = resumable
+    assert call("dqn_per_atari", "--resume", name, "--adam-eps", "1e-3", "--total-timesteps", "480").status == 0
+    last = load(checkpoints(run_folder)[-1])
+    assert last["args"]["adam_eps"] == last["optimizer"]["param_groups"][0]["eps"] == 1e-3
 
 
 def test_a_learning_rate_on_the_command_line_wins_over_that_of_the_checkpoint(call, resumable):

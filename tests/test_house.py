@@ -20,7 +20,7 @@ RUN = """exp_name seed torch_deterministic cuda torch_threads compile track wand
 OWN_LINE = set(
     "seed torch_deterministic cuda torch_threads compile capture_video checkpoint_interval eval_episodes".split()
 )
-SHARED = "choose_device write_file load_checkpoint restore Run parse_args main".split()
+SHARED = "write_file load_checkpoint restore Run parse_args main".split()
 FORBIDDEN = r"\bfilms?\b|\bfilmed\b|\bif toggled\b|\bpixels\b|\bTODO\b|\bFIXME\b|\bXXX\b|TRY NOT TO MODIFY|\bbattles?\b"
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 

@@ -877,6 +877,14 @@ def test_a_few_steps_in_every_mode(call, tmp_path, flags):
         assert all(np.abs(before - after).max() > 20 for before, after in itertools.pairwise(frames))
 
 
+def test_the_optimisers_settings_are_those_of_the_command_line(call, tmp_path, reference):
+    shutil.copytree(reference[0], tmp_path / "run")
+    flags = "--resume run --optim-alpha 0.9 --optim-eps 1e-3 --total-timesteps 1300".split()
+    assert call("qmix_smac", *flags).status == 0
+    group = load(checkpoints(tmp_path / "run")[-1])["rmsprop"]["param_groups"][0]
+    assert (group["alpha"], group["eps"]) == (0.9, 1e-3)
+
+
 def test_another_optimiser_does_not_continue_a_run(call, reference):
     run_folder = str(reference[0].resolve())
     result = call("qmix_smac", "--resume", run_folder, "--optimizer", "adam", "--total-timesteps", "2000")
