@@ -434,10 +434,10 @@ class QMixer(nn.Module):
         self.hyper_w2 = hypernetwork(hypernet_embed, embed_dim)
         self.hyper_v = hypernetwork(embed_dim, 1)
 
-    def forward(self, agent_qs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def forward(self, qvals: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """Q_tot (..., 1) of the agents' values (..., n) in states (..., S)."""
         w1 = self.hyper_w1(state).abs().unflatten(-1, (self.n_agents, self.embed_dim))  # (..., n, E)
-        hidden = nn.functional.elu((agent_qs[..., None] * w1).sum(dim=-2) + self.hyper_b1(state))  # (..., E)
+        hidden = nn.functional.elu((qvals[..., None] * w1).sum(dim=-2) + self.hyper_b1(state))  # (..., E)
         # Trap: no abs on the biases and on V, which may have any sign
         return (hidden * self.hyper_w2(state).abs()).sum(dim=-1, keepdim=True) + self.hyper_v(state)
 
@@ -445,15 +445,15 @@ class QMixer(nn.Module):
 class VDNMixer(nn.Module):
     """Q_tot (..., 1) is the sum of the agents' values (..., n), whatever the state: [VDN] Sec. 3."""
 
-    def forward(self, agent_qs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        return agent_qs.sum(dim=-1, keepdim=True)
+    def forward(self, qvals: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return qvals.sum(dim=-1, keepdim=True)
 
 
 class NoMixer(nn.Module):
     """Independent Q-learning, [IQL], [SHARE]: each agent's value (..., n) is learned as if it were the team's."""
 
-    def forward(self, agent_qs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        return agent_qs
+    def forward(self, qvals: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return qvals
 
 
 def make_networks(args: Args, shape: Shape) -> tuple[Agent, nn.Module]:
