@@ -148,10 +148,10 @@ FLAGS_OF = {
     parts: --no-checkpoint-replay, --no-dueling
     """,
     "qmix_smac": """
-    parts: --mixer vdn
+    parts: --mixer vdn, --optimizer adam
     parameters: --rnn-hidden-dim 8, --mixing-embed-dim 8, --hypernet-embed 8, --no-double-q
     parameters: --td-lambda 0.6, --epsilon-start 0.5, --epsilon-finish 0.9, --epsilon-anneal-time 80, --buffer-size 5
-    parameters: --batch-size 3, --updates-per-episode 0.5, --target-update-interval 2, --optimizer adam
+    parameters: --batch-size 3, --updates-per-episode 0.5, --target-update-interval 2
     parameters: --no-anneal-lr, --optim-alpha 0.5, --optim-eps 0.1
     curves: --test-interval 100
     tests: --test-nepisode 9
