@@ -131,7 +131,7 @@ FRONT = {  # README's table and picture: for each script one environment, its lo
     "a2c_atari": "BreakoutNoFrameskip-v4",
     "a3c_atari": "PongDeterministic-v4",
     "dqn_per_atari": "PongNoFrameskip-v4",
-    "qmix_smac": "3m",
+    "qmix_smac": "2s3z",
 }
 
 

@@ -138,10 +138,10 @@ def front_speed(measured: pd.DataFrame) -> pd.DataFrame:
     A peer that runs at its own hyperparameters has "own" in its name, and a row of its own.
     """
     table, found = [], newest_rounds(measured)
-    for script, env_id in FRONT.items():
-        if (name := script if script in found else f"{script}_{env_id}") not in found:
+    for script in FRONT:
+        if not (names := [name for name in found if name.startswith(script)]):
             continue
-        rows = found[name]
+        rows = found[names[0]]
         when = [rows.date.iloc[0].split()[0], f"commit {rows.commit.iloc[0][:7]}", rows.machine.iloc[0].split(", ")[0]]
         when += ["one round"] if rows["round"].max() == 0 else []
         speeds = rows.pivot(index="round", columns="name", values="steps_per_second").astype(float)
