@@ -111,7 +111,7 @@ class Args:
     torch_rmsprop: bool = False  # whether RMSprop is PyTorch's instead of TensorFlow's
     conv3_filters: int = 64  # filters of the third convolution (64: as in DQN; 32: as in OpenAI's first A2C)
     greedy: bool = False  # whether the evaluation plays the likeliest action instead of sampling the policy
-    bf16: bool = False  # whether the network computes in bfloat16: faster where the processor has it, else far slower
+    bf16: bool = False  # whether the network computes in bfloat16: faster on some processors, far slower on others
     env_threads: int = 0  # threads of the emulator (0: as many as there are cores)
     log_interval: int = 100  # updates between points of the losses in the log
 

@@ -132,7 +132,7 @@ class Args:
     max_grad_norm: float = 0.5  # norm to which gradients are clipped
     episodic_life: bool = True  # whether a lost life ends the return (the episode goes on)
     eval_epsilon: float = 0.01  # probability of a random action in the evaluation
-    bf16: bool = False  # whether the networks compute in bfloat16: faster where the processor has it, else far slower
+    bf16: bool = False  # whether the networks compute in bfloat16: faster on some processors, far slower on others
     env_threads: int = 0  # threads of the emulator (0: as many as there are cores)
     log_interval: int = 100  # iterations between points of the losses in the log, and between looks at live.json
     checkpoint_replay: bool = True  # whether checkpoints hold the replay; without it a resumed run begins with none
