@@ -978,7 +978,7 @@ class StarCraft2Env:
         if actions[0] == 3:
             os._exit(7)
         Unit.steps += 1
-        time.sleep(0.02 if self.map_name == "toyslow" else 0)
+        time.sleep(0.2 if self.map_name == "toyslow" else 0)
         if actions[0] == 2 if self.mortal else Unit.steps % 17 == 0:
             self.games.pop().kill()
             self.launch()
