@@ -455,9 +455,9 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
 def write_file(path: Path, content: dict | str) -> None:
     """Write a checkpoint or a text so that `path` never holds a part of it, whenever the process is killed."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
-        file.flush()
+    # Trap: torch.save, given an open file instead of a path, turns a Ctrl-C into an error of its own
+    temporary.write_text(content, "utf-8") if isinstance(content, str) else torch.save(content, temporary)
+    with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
 

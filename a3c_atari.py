@@ -39,7 +39,7 @@ once and without a lock ("Hogwild"), whatever the others are doing, takes a new 
     \pi(a|s)        logits             (t+1, A)         before the softmax, A actions
     V(s)            values             (t+1,)           value function
     H, \beta        entropy, ent_coef  (), ()           summed entropy of the policy, its weight, [A3C] Sec. 4
-    m, v, t         m, v, t            (P,), (P,), ()   Adam's averages, its number of updates, [ADAM] Alg. 1
+    m, v, t         m, v, t            (P,), (P,), ()   Adam's averages, its count (no other t), [ADAM] Alg. 1
     g               square_avg         (P,)             RMSprop's average of squared gradients, [A3C] Sec. 4
 
 Where this differs from the paper or from common practice, and why:
@@ -48,7 +48,7 @@ Where this differs from the paper or from common practice, and why:
     the very first one for ever.)
   * [HOG] proves that updates without a lock converge if each of them touches few parameters. Here each touches all:
     that it works all the same is what [A3C] found. The length of a step of Adam is bounded, see `SharedAdam`.
-  * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than t small ones.
+  * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than t steps.
   * Size of frames, network, Adam and its rate, 20 steps and the clipping are github.com/ikostrikov/pytorch-a3c's. The
     paper has 84x84 frames, two convolutions and a layer of 256 units ([A3C] Suppl. Sec. 8) before 256 LSTM cells,
     RMSprop (`--optimizer rmsprop`), a falling rate (`--anneal-lr`), 5 steps, no clipping.
@@ -67,7 +67,7 @@ Where this differs from the paper or from common practice, and why:
 
 Scores and speeds: README.md.
 
-    python a3c_atari.py --env-id PongDeterministic-v4 --num-workers 8   # writes runs/PongDeterministic-v4__a3c_...
+    python a3c_atari.py --env-id PongDeterministic-v4                    # writes runs/PongDeterministic-v4__a3c_...
     python a3c_atari.py --resume runs/PongDeterministic-v4__...          # continues an interrupted run
     python a3c_atari.py --evaluate runs/PongDeterministic-v4__.../model.pt --eval-episodes 20
 """
@@ -96,7 +96,7 @@ from pathlib import Path
 from typing import Literal
 
 if __name__ == "__mp_main__" and sys.platform == "linux":
-    # A worker imports for seconds. Meanwhile too Ctrl-C ends it silently, as does its parent's end (PR_SET_PDEATHSIG)
+    # A worker imports for seconds. From here on Ctrl-C ends it silently, as does its parent's end (PR_SET_PDEATHSIG)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(1, signal.SIGINT)
 
@@ -118,7 +118,7 @@ class Args:
 
     env_id: str = "PongDeterministic-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 with sticky actions
     total_timesteps: int = 10_000_000  # agent steps of all workers together, four frames each (or a few more)
-    num_workers: int = 4  # processes that play and learn (pytorch-a3c has 4, the paper 16; 8 on 2 cores: 1/5 slower)
+    num_workers: int = 4  # processes that play and learn (paper: 16; on 2 cores 8 are 1/5 slower than 2)
     num_steps: int = 20  # t_max: agent steps of a worker between updates
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 1.0  # lambda of generalised advantage estimation; 1 is the paper's n-step return
@@ -136,7 +136,7 @@ class Args:
     crop: bool = True  # whether the network sees rows 34 to 194 of the screen only (MsPacman needs more: --no-crop)
     max_episode_length: int = 27_000  # agent steps after which an episode is truncated (its first no-ops do not count)
     greedy: bool = False  # whether the evaluation plays the likeliest action instead of sampling the policy
-    log_interval: int = 100  # updates of worker 0 between points of the losses in the log
+    log_interval: int = 100  # updates of worker 0, from a checkpoint on, between points of the losses in the log
 
     exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
     seed: int = 1  # seed of the parameters, the actions and the environments
@@ -422,7 +422,7 @@ class Shared:
 
     theta: torch.Tensor  # parameters (P,)
     optimizers: nn.ModuleList  # one for all workers, or one for each
-    steps: torch.Tensor  # agent steps of each worker (and of earlier runs), who alone writes there: no lock is needed
+    steps: torch.Tensor  # agent steps of each worker (in the first also of earlier runs); only it writes there
     checkpoint_step: torch.Tensor  # agent steps of all at the last checkpoint (), written by the parent
     metrics: mp.SimpleQueue  # to the parent: (global_step, {tag: value}) for the log; {} from a worker that has stopped
 
@@ -514,7 +514,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     shared = Shared(theta, optimizers, steps, torch.tensor(global_step), mp.get_context("spawn").SimpleQueue())
     recent_scores = deque(maxlen=100)
     # Tensors that are sent to a process move to shared memory. Daemons end with this process. Trap: forked instead of
-    # spawned, a worker would hang in its first convolution
+    # spawned, a worker would hang with two threads of torch, and fail with CUDA
     workers = mp.spawn(actor_learner, (args, run_folder, shared), nprocs=args.num_workers, join=False, daemon=True)
 
     while global_step < args.total_timesteps:
@@ -568,16 +568,16 @@ def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]
         scores = {i: score for i, score, _ in envs.finished} | scores  # the first episode of each environment
     scores = [scores[i] for i in range(args.eval_episodes)]
     kind = "greedy" if args.greedy else "sampled"
-    print(f"evaluation: {np.mean(scores):.2f} +- {np.std(scores):.2f}, {len(scores)} episodes of {kind} actions")
+    tqdm.write(f"evaluation: {np.mean(scores):.2f} +- {np.std(scores):.2f}, {len(scores)} episodes of {kind} actions")
     return {"episodic_return": scores}
 
 
 def write_file(path: Path, content: dict | str) -> None:
     """Write a checkpoint or a text so that `path` never holds a part of it, whenever the process is killed."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
-        file.flush()
+    # Trap: torch.save, given an open file instead of a path, turns a Ctrl-C into an error of its own
+    temporary.write_text(content, "utf-8") if isinstance(content, str) else torch.save(content, temporary)
+    with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
