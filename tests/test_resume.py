@@ -236,6 +236,7 @@ def test_ctrl_c_while_a_checkpoint_is_written_is_not_lost(tmp_path, script):
     """Whenever it comes: `main` has an answer to KeyboardInterrupt, to torch's own error it has none."""
     module, path = importlib.import_module(script), tmp_path / "checkpoint.pt"
     content = {str(i): torch.zeros(100_000) for i in range(100)}  # 40 MB
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
     started = time.monotonic()
     module.write_file(path, content)
     seconds, interrupts = time.monotonic() - started, 0
@@ -250,6 +251,7 @@ def test_ctrl_c_while_a_checkpoint_is_written_is_not_lost(tmp_path, script):
         except KeyboardInterrupt:
             interrupts += 1
         assert set(load(path)) == set(content)
+    signal.signal(signal.SIGINT, before)
     assert interrupts == 10
 
 
