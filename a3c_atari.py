@@ -39,7 +39,7 @@ once and without a lock ("Hogwild"), whatever the others are doing, takes a new 
     \pi(a|s)        logits             (t+1, A)         before the softmax, A actions
     V(s)            values             (t+1,)           value function
     H, \beta        entropy, ent_coef  (), ()           summed entropy of the policy, its weight, [A3C] Sec. 4
-    m, v, t         m, v, t            (P,), (P,), ()   Adam's averages, its count (no other t), [ADAM] Alg. 1
+    m, v, t         m, v, t            (P,), (P,), ()   Adam's averages, its count of updates, [ADAM] Alg. 1
     g               square_avg         (P,)             RMSprop's average of squared gradients, [A3C] Sec. 4
 
 Where this differs from the paper or from common practice, and why:
@@ -48,7 +48,7 @@ Where this differs from the paper or from common practice, and why:
     the very first one for ever.)
   * [HOG] proves that updates without a lock converge if each of them touches few parameters. Here each touches all:
     that it works all the same is what [A3C] found. The length of a step of Adam is bounded, see `SharedAdam`.
-  * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than t steps.
+  * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than step by step.
   * Size of frames, network, Adam and its rate, 20 steps and the clipping are github.com/ikostrikov/pytorch-a3c's. The
     paper has 84x84 frames, two convolutions and a layer of 256 units ([A3C] Suppl. Sec. 8) before 256 LSTM cells,
     RMSprop (`--optimizer rmsprop`), a falling rate (`--anneal-lr`), 5 steps, no clipping.
