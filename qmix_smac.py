@@ -276,6 +276,8 @@ class Smac(gym.Env):
         """Begin an episode. The first time, launch the program, with this seed; later seeds have no effect."""
         if self.env is None:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that close() is called
+            # Trap: Ctrl-C reaches every process, and gymnasium's may hang if the first one's SIGTERM comes right after
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             for descriptor in (1, 2):  # this process is AsyncVectorEnv's, and StarCraft II has a lot to say
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             # Trap: replays are named after the second in which they are written, by all processes at once

@@ -1117,8 +1117,14 @@ def test_games_end_with_the_run(stand_in, tmp_path, signum):
     wait_for(lambda: stand_in.exists() and len(games(stand_in)) >= 4, seconds=120)
     wait_for(lambda: list(tmp_path.glob("runs/*/checkpoint_*.pt")), seconds=60)
     time.sleep(4)  # a signal in the first reset, which comes now, ends in gymnasium's own traceback
-    # Ctrl-C reaches all processes, and finds them in the middle of a step
-    os.killpg(run.process.pid, signum) if signum == signal.SIGINT else run.kill(signum)
+    if signum == signal.SIGINT:  # Ctrl-C reaches all processes, in the middle of a step; the first one ends the others
+        for pid in [pid for pid, *_ in games(stand_in) if runs(pid)]:
+            os.kill(int(Path(f"/proc/{pid}/stat").read_text().split()[3]), signum)  # the game's parent
+        time.sleep(1)
+        assert run.process.is_alive()
+        os.killpg(run.process.pid, signum)
+    else:
+        run.kill(signum)
     result = run.wait(60)
     said = result.stderr.replace("note: StarCraft II crashed; the episode is dropped\n", "")
     if signum != signal.SIGKILL:
