@@ -47,6 +47,7 @@ PROGRAMS = [  # what is compared, name, command; the ratios of a table are to it
     ("ppo_continuous", "ppo_continuous.py --compile", "ppo_continuous.py --compile"),
     ("a2c_atari", "Stable-Baselines3 A2C", f"benchmark/peers.py sb3_a2c {ATARI_PEER}"),
     ("a2c_atari", "a2c_atari.py", A2C),
+    ("a2c_atari", "a2c_atari.py --compile", f"{A2C} --compile"),
     ("a2c_atari", "a2c_atari.py --bf16 --compile", f"{A2C} --bf16 --compile"),
     ("a3c_atari", "PFRL A3C, 2 workers", "benchmark/peers.py pfrl_a3c --workers 2"),
     ("a3c_atari", "a3c_atari.py, 2 workers", f"{A3C} 2"),
