@@ -35,9 +35,8 @@ fits the value function, and keeps the entropy up.
     g               square_avg                          moving average of the squared gradient, [A3C] Sec. 4
 
 Where this differs from common practice, and why:
-  * RMSprop is TensorFlow's by default: epsilon inside the root, the average starting at one. With PyTorch's
-    (`--torch-rmsprop`) the first steps are thousands of times as large, and later ones 30 times where gradients are
-    near 1e-4.
+  * RMSprop is TensorFlow's: epsilon inside the root, the average starts at one. PyTorch's (`--torch-rmsprop`) makes
+    the first steps thousands of times as large, and later ones 30 times where gradients are near 1e-4.
   * A lost life ends the return, not the episode, and the stack of frames goes on. On the first step of each life FIRE
     is pressed for the agent: an environment like Breakout would otherwise wait for ever for a policy that has forgotten
     to. The policy gets no credit for it; such a step still fits the value function and counts in the entropy.
@@ -58,7 +57,6 @@ Where this differs from common practice, and why:
     python a2c_atari.py --evaluate runs/BreakoutNoFrameskip-v4__.../model.pt --eval-episodes 20
 """
 
-import argparse
 import atexit
 import contextlib
 import dataclasses
@@ -135,10 +133,9 @@ class Args:
     eval_episodes: int = 10  # whole episodes of the evaluation
 
     def __post_init__(self) -> None:
-        counts = "total_timesteps num_envs num_steps conv3_filters log_interval"
-        counts += " torch_threads checkpoint_interval eval_episodes"
-        if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
-            sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1 and name not in ("seed", "env_threads"):
+                sys.exit(f"error: --{name.replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
 
@@ -266,7 +263,7 @@ class Agent(nn.Module):
     def features(self, obs: torch.Tensor) -> torch.Tensor:
         """What the convolutions make (B, conv3_filters * 49) of observations (B, 4, 84, 84) in uint8."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            # channels_last: the layout that convolutions like on the CPU; turned while they are bytes
+            # channels_last: the layout that convolutions like on the CPU; converted while still uint8
             obs = obs.contiguous(memory_format=torch.channels_last)
             return self.convolutions(obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255))
 
@@ -323,8 +320,6 @@ class RMSprop(torch.optim.Optimizer):
     r"""RMSprop without momentum, [A3C] Sec. 4 (g starts at one, as in TensorFlow):
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2,   \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
-
-    PyTorch (`--torch-rmsprop`) divides by \sqrt{g} + \epsilon and starts at zero.
     """
 
     def __init__(self, parameters, args: Args) -> None:
@@ -357,17 +352,16 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         agent.features, agent.heads = torch.compile(agent.features), torch.compile(agent.heads)
 
     parts = {"agent": agent, "optimizer": optimizer}  # all that the rest of a run depends on
-    global_step = share(parts, restore(parts, checkpoint) if checkpoint else 0)  # all ranks begin as the first one
+    global_step = start = share(parts, restore(parts, checkpoint) if checkpoint else 0)  # all ranks begin as the first
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, run_folder, checkpoint, parts, last_step) if first == 0 else SilentRun()
 
     actions = np.zeros((T, N), int)
     chosen, rewards, values, next_values = np.zeros((4, T, N), np.float32)
     terminations, truncations = np.zeros((2, T, N), bool)
-    next_obs = None
 
     while global_step < last_step:
-        if next_obs is None or global_step % args.checkpoint_interval < batch_size:
+        if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
             next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
             rng = np.random.default_rng([args.seed, global_step])  # and new random numbers
@@ -378,7 +372,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         gumbel_noise = rng.gumbel(size=(T, args.num_envs, envs.num_actions))[:, first : first + N]
         with torch.no_grad():
             for t in range(T):
-                # With their graph. The parameters stay until the update, which therefore uses these again
+                # Keep the graph: until the update the parameters stay as they are, so it can use these features again
                 with torch.enable_grad():
                     b_features.append(agent.features(torch.from_numpy(next_obs).to(device)))  # uint8 across the bus
                 logits, value = agent.heads(b_features[t])
@@ -412,7 +406,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.step()
 
-        if global_step // batch_size % args.log_interval == 0 or global_step == last_step:
+        if global_step // batch_size % args.log_interval == 0 or global_step >= last_step:
             metrics["explained_variance"] = 1 - np.var(advantages) / max(np.var(returns), 1e-12)
             run.log(global_step, {f"losses/{name}": metric for name, metric in metrics.items()})
             run.log(global_step, {"charts/learning_rate": learning_rate})
@@ -482,7 +476,7 @@ def restore(parts: dict, checkpoint: dict) -> int:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         return checkpoint["global_step"]
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # torch and we raise half a dozen kinds
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
 
 
@@ -534,7 +528,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` are those of all processes till now."""
+        """What a checkpoint holds, or only the parts that are named. `seconds` include those before a resume."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: self.parts[name].state_dict() for name in names or self.parts}
@@ -567,8 +561,7 @@ class Run:
             result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         write_file(self.folder / "result.json", json.dumps(result, indent=2))
         if args.track:
-            videos = self.folder.glob("videos/*.mp4")
-            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in videos})
+            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in self.folder.glob("videos/*.mp4")})
             self.wandb.finish()
         if args.upload_model:
             card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
@@ -635,10 +628,9 @@ class SilentRun:
 
 def parse_args() -> tuple[Args, Path, dict | None]:
     """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("env-id", "run-folder", "resume", "evaluate"):
-        peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
-    given, _ = peek.parse_known_args()
+    names = ("run_folder", "resume", "evaluate")
+    Given = dataclasses.make_dataclass("Given", [(name, str | None, None) for name in names])
+    given, _ = tyro.cli(Given, return_unknown_args=True, add_help=False)
     if (given.evaluate, given.resume, given.run_folder).count(None) < 2:
         sys.exit("error: --evaluate, --resume and --run-folder cannot be combined")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
@@ -647,12 +639,11 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
     checkpoint = load_checkpoint(path)
-    saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
-    if ":" in saved.env_id and saved.env_id != given.env_id:
-        sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    args = tyro.cli(Args, default=saved)  # what is not given is as it was
+    saved = Args(**checkpoint["args"])
+    # What is not given is as it was, but for the module in an id like "module:Name-v0", which gym.make would import
+    args = tyro.cli(Args, default=dataclasses.replace(saved, env_id=saved.env_id.split(":")[-1]))
     if args.env_id != saved.env_id or (args.seed != saved.seed and not args.evaluate):
-        sys.exit(f"error: {path} is of {saved.env_id}, seed {saved.seed}, not of {args.env_id}, seed {args.seed}")
+        sys.exit(f"error: {path} is of --env-id {saved.env_id} --seed {saved.seed}, not {args.env_id} and {args.seed}")
     return args, path if path.is_dir() else path.parent, checkpoint
 
 

@@ -43,9 +43,8 @@ once and without a lock ("Hogwild"), whatever the others are doing, takes a new 
     g               square_avg         (P,)             RMSprop's average of squared gradients, [A3C] Sec. 4
 
 Where this differs from the paper or from common practice, and why:
-  * The gradient is a vector that is zeroed before each backward pass and handed to the optimiser. (Well-known PyTorch
-    programs share `.grad` between two models. Since `zero_grad` sets it to None, they add up all gradients, or apply
-    the very first one for ever.)
+  * The gradient is one vector, zeroed before each backward pass. Well-known programs share `.grad` between two models;
+    since `zero_grad` sets it to None, they add up all gradients, or apply the very first one for ever.
   * [HOG] proves that updates without a lock converge if each of them touches few parameters. Here each touches all:
     that it works all the same is what [A3C] found. The length of a step of Adam is bounded, see `SharedAdam`.
   * Acting builds no graph. The rollout is computed again as one batch for the gradient: cheaper than step by step.
@@ -72,7 +71,6 @@ Scores and speeds: README.md.
     python a3c_atari.py --evaluate runs/PongDeterministic-v4__.../model.pt --eval-episodes 20
 """
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -158,9 +156,9 @@ class Args:
     eval_episodes: int = 10  # whole episodes of the evaluation
 
     def __post_init__(self) -> None:
-        counts = "total_timesteps num_workers num_steps log_interval torch_threads checkpoint_interval eval_episodes"
-        if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
-            sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1 and name != "seed":
+                sys.exit(f"error: --{name.replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.max_episode_length < 10:  # the end of one with fewer frames than the next one's no-ops is not noticed
@@ -168,10 +166,7 @@ class Args:
 
 
 def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv:
-    """Make environments with observations (N, C, H, 42) in uint8, or in colour (N, 1, 210, 160, 3), for a video.
-
-    C is one frame with an LSTM, four without; H is 42, or 55 of which the network crops 42.
-    """
+    """Make environments with observations (N, C, H, 42) in uint8, or in colour (N, 1, 210, 160, 3), for a video."""
     spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
     if not isinstance(spec.get("frameskip"), int):
         sys.exit(f"error: {args.env_id} is not an Atari environment of this kind: NameNoFrameskip-v4 or ALE/Name-v5")
@@ -183,7 +178,7 @@ def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEn
         frameskip=4,
         maxpool=True,  # over the last two frames: sprites flicker ([DQN] Methods)
         grayscale=not colour,
-        img_height=210 if colour else 55 if args.crop else 42,
+        img_height=210 if colour else 55 if args.crop else 42,  # of the 55 the network takes 42
         img_width=160 if colour else 42,
         stack_num=1 if colour or args.lstm else 4,
         noop_max=30,  # an episode begins with fewer than 30 idle frames
@@ -346,7 +341,7 @@ def a3c_loss(logits, values, actions, chosen, advantages, returns, args) -> tupl
 
     \sum -\log\pi(a|s) (R - V(s)) - \beta H(\pi(s)) + vf_coef (R - V(s))^2 / 2: its gradient is minus the d\theta, and
     vf_coef / 2 times the d\theta_v, of [A3C] Alg. S3, with Sec. 4's entropy; sums, as there. `advantages` and `returns`
-    are constants. FIRE pressed for the agent is neither the policy's merit nor its entropy.
+    are constants. Where FIRE was pressed for the agent, only the values learn.
     """
     log_probs = logits.log_softmax(dim=-1)
     entropy = (chosen * -(log_probs.exp() * log_probs).sum(-1)).sum()
@@ -362,7 +357,7 @@ def flatten(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
     A copy of the model, zeroing its gradients and a step of the optimiser are then operations on whole vectors.
     """
-    theta = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    theta = nn.utils.parameters_to_vector(module.parameters()).detach()
     grad = torch.zeros_like(theta)
     nn.utils.vector_to_parameters(theta, module.parameters())
     for parameter, view in zip(module.parameters(), grad.split([p.numel() for p in module.parameters()])):
@@ -373,11 +368,11 @@ def flatten(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 class SharedAdam(nn.Module):
     r"""Adam on vectors (P,) in shared memory, [ADAM] Alg. 1 (a module, since PyTorch shares and saves these):
 
-    m = \beta_1 m + (1 - \beta_1) g,   \hat m = m / (1 - \beta_1^t),   v and \hat v so with g^2 and \beta_2,
+    m = \beta_1 m + (1 - \beta_1) g,   \hat m = m / (1 - \beta_1^t),   v and \hat v likewise with g^2 and \beta_2,
     \theta = \theta - \alpha \hat m / (\sqrt{\hat v} + \epsilon)
 
     No gradients make |\hat m| / \sqrt{\hat v} larger than 7.3 (Cauchy-Schwarz), but two workers that write at once do:
-    m with the other's gradient over v without it. In the first updates, where v is nearly zero, such a step would be
+    m may hold the other's gradient, and v not yet. In the first updates, where v is nearly zero, such a step would be
     thousands of times too long and destroy the model. That t may miss an update does no harm.
     """
 
@@ -422,13 +417,13 @@ class Shared:
 
     theta: torch.Tensor  # parameters (P,)
     optimizers: nn.ModuleList  # one for all workers, or one for each
-    steps: torch.Tensor  # agent steps of each worker (in the first also of earlier runs); only it writes there
+    steps: torch.Tensor  # agent steps of each worker (in the first also those before a resume); only it writes there
     checkpoint_step: torch.Tensor  # agent steps of all at the last checkpoint (), written by the parent
     metrics: mp.SimpleQueue  # to the parent: (global_step, {tag: value}) for the log; {} from a worker that has stopped
 
 
 def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> None:
-    """Worker `rank`: play with a copy of the shared model, and improve the shared model by it, [A3C] Alg. S3."""
+    """Worker `rank`: play with a copy of the shared model, and apply its gradients to the shared one, [A3C] Alg. S3."""
     device = prepare_worker(args)
     envs = AtariEnvs(dataclasses.replace(args, capture_video=args.capture_video and rank == 0), 1, run_folder)
     local_model = Agent(envs.num_actions, args.lstm).to(device)
@@ -441,8 +436,7 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
         next_checkpoint = (checkpoint_step // args.checkpoint_interval + 1) * args.checkpoint_interval
         key = (checkpoint_step, 2 + rank)  # of random numbers; the evaluation's is (checkpoint_step, 1)
         obs, rng = envs.reset(*key), np.random.default_rng([args.seed, *key])  # new episodes, and the actions
-        lstm_state = local_model.initial_state(1)
-        updates = 0
+        lstm_state, updates = local_model.initial_state(1), 0
 
         while (global_step := int(shared.steps.sum())) < min(next_checkpoint, args.total_timesteps):
             # theta' = theta. Others may write meanwhile: the copy may mix two versions
@@ -460,9 +454,8 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
                 if ended:
                     lstm_state = local_model.initial_state(1)
 
-            # The rollout once more, as one batch and with a graph, from the state before it, which is a constant. The
-            # row after it is the last successor: R = V(s_t), or 0 if it is terminal, and then, backwards,
-            # R = r_i + gamma R (GAE with lambda = 1 sums up to R - V(s_i))
+            # The rollout again, as one batch with a graph, from the state before it, a constant. The row behind it is
+            # the last successor: R = V(s_t), or 0 if terminal, then R = r_i + gamma R (GAE with lambda = 1: R - V(s_i))
             b_obs, actions, chosen, rewards, terminations, truncations = map(np.concatenate, zip(*rollout))
             logits, values = local_model(torch.from_numpy(np.concatenate([b_obs, successor])).to(device), first_state)
             v = values.detach().cpu().numpy()  # (t + 1,)
@@ -472,8 +465,8 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
             loss, metrics = a3c_loss(logits[:-1], values[:-1], *batch, args)
             grad.zero_()  # Trap: without it gradients of all rollouts add up
             loss.backward()
-            grad_norm = nn.utils.clip_grad_norm_(local_model.parameters(), args.max_grad_norm)
-            if not grad_norm.isfinite():
+            metrics["grad_norm"] = nn.utils.clip_grad_norm_(local_model.parameters(), args.max_grad_norm)
+            if not metrics["grad_norm"].isfinite():
                 raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
 
             # The gradient with respect to theta' is applied to theta, which others may have moved since
@@ -486,9 +479,8 @@ def actor_learner(rank: int, args: Args, run_folder: Path, shared: Shared) -> No
             for _, score, length in envs.finished:
                 shared.metrics.put((global_step, {"charts/episodic_return": score, "charts/episodic_length": length}))
             if rank == 0 and updates % args.log_interval == 0:
-                metrics = {f"losses/{name}": metric.item() for name, metric in metrics.items()}
-                metrics |= {"losses/grad_norm": grad_norm.item(), "charts/learning_rate": learning_rate}
-                shared.metrics.put((global_step, metrics))
+                losses = {f"losses/{name}": metric.item() for name, metric in metrics.items()}
+                shared.metrics.put((global_step, losses | {"charts/learning_rate": learning_rate}))
 
         shared.metrics.put((global_step, {}))  # stopped
         while int(shared.checkpoint_step) == checkpoint_step:  # until all have stopped, and the parent has saved
@@ -509,8 +501,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     run = Run(args, run_folder, checkpoint, parts, args.total_timesteps)
     run.save_checkpoint(global_step)
 
-    steps = torch.zeros(args.num_workers, dtype=torch.int64)
-    steps[0] = global_step
+    steps = torch.tensor([global_step] + [0] * (args.num_workers - 1))
     shared = Shared(theta, optimizers, steps, torch.tensor(global_step), mp.get_context("spawn").SimpleQueue())
     recent_scores = deque(maxlen=100)
     # Tensors that are sent to a process move to shared memory. Daemons end with this process. Trap: forked instead of
@@ -602,7 +593,7 @@ def restore(parts: dict, checkpoint: dict) -> int:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         return checkpoint["global_step"]
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # torch and we raise half a dozen kinds
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
 
 
@@ -654,7 +645,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` are those of all processes till now."""
+        """What a checkpoint holds, or only the parts that are named. `seconds` include those before a resume."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: self.parts[name].state_dict() for name in names or self.parts}
@@ -687,8 +678,7 @@ class Run:
             result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         write_file(self.folder / "result.json", json.dumps(result, indent=2))
         if args.track:
-            videos = self.folder.glob("videos/*.mp4")
-            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in videos})
+            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in self.folder.glob("videos/*.mp4")})
             self.wandb.finish()
         if args.upload_model:
             card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
@@ -701,9 +691,8 @@ class Run:
 
 
 def prepare_worker(args: Args) -> torch.device:
-    """Set up this process as a worker. Returns its device."""
-    parent = mp.parent_process()  # its end is the worker's, on any system
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    """Set up this process as a worker, which ends with its parent on any system. Returns its device."""
+    threading.Thread(target=lambda: (mp.parent_process().join(), os._exit(1)), daemon=True).start()
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc
         # Freed memory is kept for the next tensor: glibc gives large pieces back, and then every page costs a fault
         ctypes.CDLL(None).mallopt(-1, 2**28)  # M_TRIM_THRESHOLD
@@ -726,10 +715,9 @@ def traced_step(agent: Agent, envs: AtariEnvs, args: Args) -> Callable:
 
 def parse_args() -> tuple[Args, Path, dict | None]:
     """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("env-id", "run-folder", "resume", "evaluate"):
-        peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
-    given, _ = peek.parse_known_args()
+    names = ("run_folder", "resume", "evaluate")
+    Given = dataclasses.make_dataclass("Given", [(name, str | None, None) for name in names])
+    given, _ = tyro.cli(Given, return_unknown_args=True, add_help=False)
     if (given.evaluate, given.resume, given.run_folder).count(None) < 2:
         sys.exit("error: --evaluate, --resume and --run-folder cannot be combined")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
@@ -738,12 +726,11 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
     checkpoint = load_checkpoint(path)
-    saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
-    if ":" in saved.env_id and saved.env_id != given.env_id:
-        sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    args = tyro.cli(Args, default=saved)  # what is not given is as it was
+    saved = Args(**checkpoint["args"])
+    # What is not given is as it was, but for the module in an id like "module:Name-v0", which gym.make would import
+    args = tyro.cli(Args, default=dataclasses.replace(saved, env_id=saved.env_id.split(":")[-1]))
     if args.env_id != saved.env_id or (args.seed != saved.seed and not args.evaluate):
-        sys.exit(f"error: {path} is of {saved.env_id}, seed {saved.seed}, not of {args.env_id}, seed {args.seed}")
+        sys.exit(f"error: {path} is of --env-id {saved.env_id} --seed {saved.seed}, not {args.env_id} and {args.seed}")
     return args, path if path.is_dir() else path.parent, checkpoint
 
 

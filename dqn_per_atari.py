@@ -44,9 +44,8 @@ Where this differs from the papers or from common practice, and why:
     [PER]; labml does neither. As in labml, a layer of 512 stands before streams of 256; [DUEL]'s streams of 512 begin
     at the convolutions. [DUEL] clips gradients to norm 10, not 0.5, and scales those that enter the last convolution by
     1/sqrt(2). [PER]'s learning rate, a quarter of [DQN]'s, is of RMSprop, whose steps do not compare with Adam's.
-  * The target network is copied every 250 iterations. These are 2,000 gradient steps and 8,000 agent steps, a fifth of
-    [DQN]'s 10,000 and 40,000.
-  * Epsilon and beta depend on the fraction of the run that is over. To extend a run moves both back.
+  * The target network is copied every 250 iterations: 2,000 gradient and 8,000 agent steps ([DQN]: 10,000 and 40,000).
+  * Epsilon and beta depend on the fraction of the run that is over. Extending a run moves both back.
   * Priorities are of the TD error as it is; [PER] clips it to [-1, 1], as the Huber loss here clips its gradient. The
     highest priority ever, with which new transitions begin, never falls. Weights are divided by the minibatch's largest
     one; the largest of the whole memory, as in labml, would need a second tree.
@@ -54,23 +53,21 @@ Where this differs from the papers or from common practice, and why:
     transitions before it are never drawn, because the replay does not hold the observation that the episode ends with.
     (At its time limit ale-py 0.12.1 gives one whose newest frame is stale.)
   * With `--n-step` above 1 the rewards are those of an older policy, and nothing corrects for it, as in [RBW].
-  * A lost life ends the return, not the episode (in labml it ends), and the stack of frames goes on. On the first
-    step of each life FIRE is pressed for the agent: in an environment like Breakout one that never chooses FIRE would
-    wait for ever.
+  * A lost life ends the return, not the episode (labml ends it too), and the stack of frames goes on. On the first step
+    of each life FIRE is pressed for the agent: Breakout would wait for ever for one that never chooses it.
   * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
     `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
   * At each checkpoint new episodes begin and random numbers restart, with seeds made of (seed, global_step), since
     the vectorised emulator cannot save its state. So resuming is exact to the bit, if the checkpoint holds the replay.
 
-A file live.json in the folder of a run changes its learning rate: {"learning_rate": 5e-5}. The script takes it over,
-writes a checkpoint with it, and deletes the file. Scores and speeds: README.md.
+A file live.json in the folder of a run changes its learning rate: {"learning_rate": 5e-5}. At the next point of the log
+the script takes it over, writes a checkpoint with it, and deletes the file. Scores and speeds: README.md.
 
     python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4            # writes runs/BreakoutNoFrameskip-v4__dqn_...
     python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...   # continues an interrupted run, exactly
     python dqn_per_atari.py --evaluate runs/BreakoutNoFrameskip-v4__.../model.pt --eval-episodes 20
 """
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -157,10 +154,9 @@ class Args:
     eval_episodes: int = 10  # whole episodes of the evaluation
 
     def __post_init__(self) -> None:
-        counts = "total_timesteps num_envs num_steps updates batch_size n_step target_interval log_interval"
-        counts += " torch_threads checkpoint_interval eval_episodes"
-        if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
-            sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1 and name not in ("seed", "env_threads", "learning_starts"):
+                sys.exit(f"error: --{name.replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.middle_fraction > self.end_fraction:
@@ -291,7 +287,7 @@ class QNetwork(nn.Module):
 
     def scale(self, obs: torch.Tensor) -> torch.Tensor:
         """Observations (B, 4, 84, 84) in uint8 as `forward` takes them: in [0, 1], in the precision of the network."""
-        obs = obs.contiguous(memory_format=torch.channels_last)  # turned while they are bytes
+        obs = obs.contiguous(memory_format=torch.channels_last)  # converted while still uint8
         return obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255)
 
     def forward(self, scaled_obs: torch.Tensor) -> torch.Tensor:
@@ -310,9 +306,8 @@ class QNetwork(nn.Module):
 class SumTree:
     """A binary tree whose leaves are p_i^alpha and whose nodes are sums of their children, [PER] App. B.2.1.
 
-    Node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half. Both methods take many
-    leaves at once and go from level to level. It is float64: a draw from a million leaves would be rounded to a
-    sixteenth of a leaf in float32.
+    Node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half. It is float64: a draw
+    from a million leaves would be rounded to a sixteenth of a leaf in float32.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -349,7 +344,7 @@ def importance_weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
 class Replay:
     r"""Prioritised replay of single frames, from which stacks are put together when they are drawn.
 
-    A row is one step of one environment: the newest frame of s_t, the length of the episode before it, a_t, and
+    A row is one step of one environment: the newest frame of s_t, how many steps its episode had before it, a_t, and
     R^(n) = \sum_{k<n} \gamma^k r_{t+k}, no further than a termination, [RBW] "Multi-step learning". The N rows of a
     step are neighbours, so an environment's next step is N rows on. When the memory is full, new rows overwrite the
     oldest. Only rows with a priority above zero can be drawn. One environment's rows, with n = 2, where episode f has
@@ -428,7 +423,7 @@ class Replay:
     def update(self, rows: np.ndarray, td_errors: np.ndarray) -> None:
         """Priorities p_i = |delta_i| + 1e-6 of rows (B,) from TD errors (B,): [PER] Alg. 1, line 12.
 
-        Trap: a TD error that is not finite would go up to the root, and every draw would be row 0. `train` ends before.
+        Trap: a TD error that is not finite would go up to the root, and all draws be one row. `train` ends before.
         """
         priorities = np.abs(td_errors.astype(float)) + 1e-6
         self.tree.set(rows, priorities**self.alpha)
@@ -453,8 +448,7 @@ class Replay:
 def td_loss(q_network, target_network, obs, actions, returns, discounts, next_obs, weights, double) -> tuple:
     r"""The loss () of a minibatch that `Replay.sample` drew, its TD errors (B,) and its values Q(s_t, a_t) (B,).
 
-    y = R^(n) + \gamma^n Q'(s_{t+n}, \argmax_a Q(s_{t+n}, a)), [DDQN] Eq. (4) with theta-minus for its
-    theta'; without `double` the argmax is of Q'
+    y = R^(n) + \gamma^n Q'(s_{t+n}, \argmax_a Q(s_{t+n}, a)), [DDQN] Eq. (4); without `double` the argmax is of Q'
     L = 1/B \sum_i w_i Huber(\delta_i),   \delta_i = y - Q(s_t, a_t), [PER] Alg. 1, lines 11 and 13 (a sum there)
     """
     obs, next_obs = q_network.scale(obs), q_network.scale(next_obs)  # once for both networks
@@ -493,23 +487,21 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     note_memory(replay.frames.nbytes)
     loss_function = torch.compile(td_loss) if args.compile else td_loss
 
-    # All that the rest of a run depends on
     parts = {"agent": q_network, "target_network": target_network, "optimizer": optimizer}
-    parts |= {"replay": replay} if args.checkpoint_replay else {}
-    global_step = restore(parts, checkpoint) if checkpoint else 0
-    if checkpoint and args.learning_rate != checkpoint["args"]["learning_rate"]:  # else live.json may have set it
+    parts |= {"replay": replay} if args.checkpoint_replay else {}  # all that the rest of a run depends on
+    global_step = start = restore(parts, checkpoint) if checkpoint else 0
+    if checkpoint and args.learning_rate != checkpoint["args"]["learning_rate"]:  # else the old one or live.json's
         optimizer.param_groups[0]["lr"] = args.learning_rate
     optimizer.param_groups[0]["eps"] = args.adam_eps  # Trap: the checkpoint brought its own
     steps = args.num_steps * args.num_envs  # agent steps per iteration
     last_step = math.ceil(args.total_timesteps / steps) * steps
     run = Run(args, run_folder, checkpoint, parts, last_step)
     epsilons = (args.start_epsilon, args.middle_epsilon, args.end_epsilon)
-    obs = None
 
     while global_step < last_step:
         iteration = global_step // steps
         live_rate = live_learning_rate(run_folder) if iteration % args.log_interval == 0 else None
-        if obs is None or live_rate or global_step % args.checkpoint_interval < steps:
+        if global_step == start or live_rate or global_step % args.checkpoint_interval < steps:
             optimizer.param_groups[0]["lr"] = live_rate or optimizer.param_groups[0]["lr"]
             run.save_checkpoint(global_step)
             obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
@@ -547,7 +539,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
         if iteration % args.target_interval == 0:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
-        if iteration % args.log_interval == 0 or global_step == last_step:
+        if iteration % args.log_interval == 0 or global_step >= last_step:
             metrics = {"charts/epsilon": epsilon, "charts/per_beta": beta}
             metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             if learning:
@@ -595,7 +587,7 @@ def live_learning_rate(run_folder: Path) -> float | None:
             if 0 < rate < 1e38:
                 return rate
         print(f'note: {path} is ignored: it must be like {{"learning_rate": 5e-05}}', file=sys.stderr)
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def pack(frames: np.ndarray) -> list[torch.Tensor]:
@@ -661,7 +653,7 @@ def restore(parts: dict, checkpoint: dict) -> int:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         return checkpoint["global_step"]
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # torch and we raise half a dozen kinds
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
 
 
@@ -713,7 +705,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` are those of all processes till now."""
+        """What a checkpoint holds, or only the parts that are named. `seconds` include those before a resume."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: self.parts[name].state_dict() for name in names or self.parts}
@@ -746,8 +738,7 @@ class Run:
             result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         write_file(self.folder / "result.json", json.dumps(result, indent=2))
         if args.track:
-            videos = self.folder.glob("videos/*.mp4")
-            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in videos})
+            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in self.folder.glob("videos/*.mp4")})
             self.wandb.finish()
         if args.upload_model:
             card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
@@ -761,10 +752,9 @@ class Run:
 
 def parse_args() -> tuple[Args, Path, dict | None]:
     """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("env-id", "run-folder", "resume", "evaluate"):
-        peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
-    given, _ = peek.parse_known_args()
+    names = ("run_folder", "resume", "evaluate")
+    Given = dataclasses.make_dataclass("Given", [(name, str | None, None) for name in names])
+    given, _ = tyro.cli(Given, return_unknown_args=True, add_help=False)
     if (given.evaluate, given.resume, given.run_folder).count(None) < 2:
         sys.exit("error: --evaluate, --resume and --run-folder cannot be combined")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
@@ -773,12 +763,11 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
     checkpoint = load_checkpoint(path)
-    saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
-    if ":" in saved.env_id and saved.env_id != given.env_id:
-        sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    args = tyro.cli(Args, default=saved)  # what is not given is as it was
+    saved = Args(**checkpoint["args"])
+    # What is not given is as it was, but for the module in an id like "module:Name-v0", which gym.make would import
+    args = tyro.cli(Args, default=dataclasses.replace(saved, env_id=saved.env_id.split(":")[-1]))
     if args.env_id != saved.env_id or (args.seed != saved.seed and not args.evaluate):
-        sys.exit(f"error: {path} is of {saved.env_id}, seed {saved.seed}, not of {args.env_id}, seed {args.seed}")
+        sys.exit(f"error: {path} is of --env-id {saved.env_id} --seed {saved.seed}, not {args.env_id} and {args.seed}")
     return args, path if path.is_dir() else path.parent, checkpoint
 
 

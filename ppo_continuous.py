@@ -33,8 +33,6 @@ further; it bounds nothing. The same minibatches fit the value function.
     c_1             vf_coef / 2                   weight of the squared value error, [PPO] Eq. (9): the loss halves it
     c_2             ent_coef                      weight of the entropy, [PPO] Eq. (9)
     K               update_epochs                 epochs over a batch, [PPO] Alg. 1
-    \theta          theta              (P,)       all P parameters in one vector
-    m, v, t         exp_avg, exp_avg_sq, adam_steps   Adam's moments (P,) and its count of steps (), [ADAM] Alg. 1
 
 Where this differs from common practice, and why:
   * A time limit is not a failure: at a truncation the value of the episode's last observation is bootstrapped ([TIME]).
@@ -55,7 +53,6 @@ Steps are agent steps. The networks are small: a GPU would wait most of the time
     python ppo_continuous.py --evaluate runs/HalfCheetah-v4__.../model.pt --eval-episodes 20
 """
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -132,10 +129,9 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation, played with the mean action
 
     def __post_init__(self) -> None:
-        counts = "total_timesteps num_envs num_steps update_epochs num_minibatches"
-        counts += " torch_threads checkpoint_interval eval_episodes"
-        if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
-            sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1 and name != "seed":
+                sys.exit(f"error: --{name.replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         batch_size = self.num_envs * self.num_steps
@@ -150,14 +146,12 @@ def make_env(env_id: str, render: bool = False) -> gym.Env:
         os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads this once, when it is imported
     import mujoco
 
-    # Trap: without this MuJoCo 4 prints a remark of its compiler and leaves MUJOCO_LOG.TXT behind
-    mujoco.set_mju_user_warning(lambda message: None)
+    # Trap: without this MuJoCo 4 leaves MUJOCO_LOG.TXT behind, and its compiler remarks on HalfCheetah's model
+    mujoco.set_mju_user_warning(lambda message: "deprecated" in message or print(f"note: {message}", file=sys.stderr))
     env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
     if not isinstance(env.action_space, gym.spaces.Box) or len(env.action_space.shape) != 1:
         sys.exit(f"error: {env_id} has the actions {env.action_space}; this script needs a Box of one dimension")
-    if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
-        env = FlattenObservation(env)
-    return env
+    return FlattenObservation(env)
 
 
 class RunningMeanStd:
@@ -339,9 +333,9 @@ def minibatch_step(agent, args, theta, exp_avg, exp_avg_sq, adam_steps, learning
     m = \beta_1 m + (1 - \beta_1) g,   v = \beta_2 v + (1 - \beta_2) g^2
     \theta = \theta - \alpha \hat m / (\sqrt{\hat v} + \epsilon),   \hat m = m / (1 - \beta_1^t),  \hat v likewise
 
-    `theta`, `exp_avg`, `exp_avg_sq` are vectors (P,), `adam_steps` an int64 (), `learning_rate` a float64 (), and
-    `minibatch` is (obs, actions, logprobs, values, advantages, returns). Of `agent` only the structure is used: its
-    parameters are taken from `theta`. So this is a function of tensors alone, which can be traced and compiled.
+    `theta` holds all P parameters; theta, m `exp_avg` and v `exp_avg_sq` are vectors (P,), t `adam_steps` an int64 (),
+    `learning_rate` a float64 (), and `minibatch` is (obs, actions, logprobs, values, advantages, returns). Of `agent`
+    only the structure is used. So this is a function of tensors alone, which can be traced and compiled.
     """
     obs, actions, *rest = minibatch
     beta1, beta2, epsilon = 0.9, 0.999, 1e-5  # Detail: epsilon 1e-5, not 1e-8 ([37], core detail 3)
@@ -377,7 +371,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
 
     # All that the rest of a run depends on
     parts = {"agent": agent, "adam": adam, "obs_stats": envs.obs_stats, "return_stats": envs.return_stats}
-    global_step = restore(parts, checkpoint) if checkpoint else 0
+    global_step = start = restore(parts, checkpoint) if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, run_folder, checkpoint, parts, last_step)
 
@@ -386,10 +380,9 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     rewards = np.zeros((T, N), np.float32)
     terminations, truncations = np.zeros((2, T, N), bool)
     step = accelerate(minibatch_step, agent, args)
-    next_obs = None
 
     while global_step < last_step:
-        if next_obs is None or global_step % args.checkpoint_interval < batch_size:
+        if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
             next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
             rng = np.random.default_rng([args.seed, global_step])  # and new random numbers
@@ -496,7 +489,7 @@ def restore(parts: dict, checkpoint: dict) -> int:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         return checkpoint["global_step"]
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # torch and we raise half a dozen kinds
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
 
 
@@ -548,7 +541,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` are those of all processes till now."""
+        """What a checkpoint holds, or only the parts that are named. `seconds` include those before a resume."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: self.parts[name].state_dict() for name in names or self.parts}
@@ -581,8 +574,7 @@ class Run:
             result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         write_file(self.folder / "result.json", json.dumps(result, indent=2))
         if args.track:
-            videos = self.folder.glob("videos/*.mp4")
-            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in videos})
+            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in self.folder.glob("videos/*.mp4")})
             self.wandb.finish()
         if args.upload_model:
             card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
@@ -617,9 +609,8 @@ def numpy_actor(actor: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
 def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
     """minibatch_step as a straight line of tensor operations, traced at the first call, or compiled.
 
-    Autograd works out in every minibatch what it has to do, and for networks this small that takes longer than
-    doing it. Traced, the same operations run in the same order, so the results are the same to the bit. All that is
-    Python in it (shapes, coefficients, flags) is fixed.
+    For networks this small autograd's bookkeeping takes longer than the arithmetic. A trace repeats the operations in
+    their order, so the results are the same to the bit; shapes, coefficients and flags are fixed in it.
     """
     step, fast = functools.partial(minibatch_step, copy.deepcopy(agent).to("meta"), args), None
     if args.compile:
@@ -632,7 +623,7 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
         nonlocal fast
         if fast is None:
             fast = make_fx(step)(*copy.deepcopy(tensors))  # Trap: tracing runs the step, in place
-            if not agent.log_std.is_cuda:  # there TorchScript compiles kernels of its own, with other rounding
+            if not agent.log_std.is_cuda:  # on a GPU TorchScript would fuse operations, which rounds otherwise
                 with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile
                     fast = torch.jit.trace(fast, copy.deepcopy(tensors), check_trace=False, strict=False)
         return fast(*tensors)
@@ -642,10 +633,9 @@ def accelerate(minibatch_step: Callable, agent: Agent, args: Args) -> Callable:
 
 def parse_args() -> tuple[Args, Path, dict | None]:
     """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("env-id", "run-folder", "resume", "evaluate"):
-        peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
-    given, _ = peek.parse_known_args()
+    names = ("run_folder", "resume", "evaluate")
+    Given = dataclasses.make_dataclass("Given", [(name, str | None, None) for name in names])
+    given, _ = tyro.cli(Given, return_unknown_args=True, add_help=False)
     if (given.evaluate, given.resume, given.run_folder).count(None) < 2:
         sys.exit("error: --evaluate, --resume and --run-folder cannot be combined")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
@@ -654,12 +644,11 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
     checkpoint = load_checkpoint(path)
-    saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
-    if ":" in saved.env_id and saved.env_id != given.env_id:
-        sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    args = tyro.cli(Args, default=saved)  # what is not given is as it was
+    saved = Args(**checkpoint["args"])
+    # What is not given is as it was, but for the module in an id like "module:Name-v0", which gym.make would import
+    args = tyro.cli(Args, default=dataclasses.replace(saved, env_id=saved.env_id.split(":")[-1]))
     if args.env_id != saved.env_id or (args.seed != saved.seed and not args.evaluate):
-        sys.exit(f"error: {path} is of {saved.env_id}, seed {saved.seed}, not of {args.env_id}, seed {args.seed}")
+        sys.exit(f"error: {path} is of --env-id {saved.env_id} --seed {saved.seed}, not {args.env_id} and {args.seed}")
     return args, path if path.is_dir() else path.parent, checkpoint
 
 

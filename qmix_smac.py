@@ -49,11 +49,11 @@ rows, the last of which is what the last action led to:
     episode 2    x  x  .  .  .      the mixer only the P steps (the target mixer all): padding costs time
 
 Where this differs from the papers or from their program, PyMARL, and why:
-  * Defaults and names are PyMARL's for QMIX on SMAC, or those of all scripts here, except: 8 environments, not one,
-    still with one update for each episode; epsilon annealed over 100,000 steps as in [TRICK], not 50,000; a learning
-    rate that falls to zero; runs of 1M steps, not 2M; no GPU.
-  * The hypernetworks of the weights have two layers, as PyMARL's now; [QMIX] has one. The loss is the mean over steps,
-    as PyMARL's; Eq. (6) is the sum. Logged values are the team's; PyMARL divides them by n.
+  * Hyperparameters are PyMARL's for QMIX on SMAC, except: 8 environments, not one, still with one update per episode;
+    epsilon annealed over 100,000 steps as in [TRICK], not 50,000; a learning rate that falls to zero; 1M steps, not 2M.
+  * The hypernetworks of the weights have two layers and the targets are of double Q-learning, as PyMARL's now, not
+    [QMIX]'s. The loss is the mean over steps, as PyMARL's; Eq. (6) is the sum. Logged values are the team's; PyMARL
+    divides them by n.
   * A time limit is an end without bootstrapping, as in PyMARL; `--bootstrap-timeouts` bootstraps it.
   * `--td-lambda` is for [PENG]'s Q(lambda), which does not correct for the random actions in the replay.
   * `--mixer none` is [IQL]. Under it too all agents share their parameters ([SHARE]); `q_tot`, `targets` are (P, n).
@@ -66,14 +66,13 @@ Where this differs from the papers or from their program, PyMARL, and why:
     resuming is exact to the bit, but not with StarCraft II, which keeps running with the seed of its launch.
 
 Steps are those of the team. SMAX runs on the CPU, whatever torch's device is. `--env-id smac/3m`, the real SMAC, needs
-StarCraft II (README.md). It was tested with a stand-in, never with StarCraft II itself. Scores and speeds: README.md.
+StarCraft II (README.md). Tested with a stand-in, never with StarCraft II itself. Scores and speeds: README.md.
 
     python qmix_smac.py --env-id 3m                 # writes runs/3m__qmix_smac__1__...
     python qmix_smac.py --resume runs/3m__...       # continues an interrupted run, exactly
     python qmix_smac.py --evaluate runs/3m__.../model.pt --eval-episodes 128
 """
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -97,7 +96,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-if importlib.util.find_spec("smac"):  # Trap: it needs protobuf in pure Python, as decided when TensorBoard imports it
+if importlib.util.find_spec("smac"):  # Trap: smac needs protobuf in pure Python, chosen when TensorBoard imports it
     os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
 import gymnasium as gym
@@ -165,11 +164,9 @@ class Args:
     eval_episodes: int = 32  # greedy episodes of the evaluation
 
     def __post_init__(self) -> None:
-        counts = "total_timesteps num_envs rnn_hidden_dim mixing_embed_dim hypernet_embed epsilon_anneal_time"
-        counts += " batch_size target_update_interval test_interval test_nepisode log_interval"
-        counts += " torch_threads checkpoint_interval eval_episodes"
-        if too_small := [name for name in counts.split() if getattr(self, name) < 1]:
-            sys.exit(f"error: --{too_small[0].replace('_', '-')} must be at least 1")
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1 and name != "seed":
+                sys.exit(f"error: --{name.replace('_', '-')} must be at least 1")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         if self.batch_size > self.buffer_size:
@@ -182,9 +179,9 @@ class Args:
 def make_smax(map_name: str) -> tuple:
     """A SMAX map ([SMAX]), its Shape, and two functions of N environments on it, which JAX compiles.
 
-    begin(seeds (N,)) gives simulators and observations. step(simulators, actions (N, n)) gives both after it (of a new
-    episode where one ended), the observations that the actions led to, before any reset, and rewards, terminations,
-    truncations, victories (N,).
+    begin(seeds (N,)) gives simulators and observations. step(simulators, actions (N, n)) gives those to act on next
+    (of a new episode where one ended), the observations that the actions led to, before any reset, and rewards,
+    terminations, truncations, victories (N,).
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the GPU is torch's
     sys.modules["jaxmarl.environments.mabrax"] = None  # Trap: this part of jaxmarl replaces sys.stdout
@@ -258,10 +255,10 @@ class Smac(gym.Env):
             from smac.env import StarCraft2Env
         except ImportError as error:  # PyPI's smac is another project
             sys.exit(f"error: smac/{map_name} needs pip install git+https://github.com/oxwhirl/smac ({error})")
-        self.map_name, self.env = map_name, None
         # Detail: continuing_episode only makes step() say where the time limit was reached; PyMARL has it off
-        self.launch = functools.partial(StarCraft2Env, map_name, continuing_episode=True, replay_dir=replay_dir)
-        info = self.launch().get_env_info()  # which launches nothing yet
+        self.env = StarCraft2Env(map_name, continuing_episode=True, replay_dir=replay_dir)  # its reset() launches it
+        self.save_replay, self.close = self.env.save_replay, self.env.close  # for AsyncVectorEnv
+        info = self.env.get_env_info()
         self.shape = tuple(info[name] for name in ("n_agents", "n_actions", "obs_shape", "state_shape"))
         n, A, obs_dim, state_dim = self.shape
         self.action_space = gym.spaces.MultiDiscrete([A] * n)
@@ -274,15 +271,14 @@ class Smac(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[tuple, dict]:
         """Begin an episode. The first time, launch the program, with this seed; later seeds have no effect."""
-        if self.env is None:
+        if self.env._episode_count == 0:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that close() is called
-            # Trap: Ctrl-C reaches every process, and gymnasium's may hang if the first one's SIGTERM comes right after
+            # Trap: Ctrl-C reaches every process, and a worker of gymnasium's may hang if SIGTERM follows at once
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             for descriptor in (1, 2):  # this process is AsyncVectorEnv's, and StarCraft II has a lot to say
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-            # Trap: replays are named after the second in which they are written, by all processes at once
-            self.env = self.launch(seed=seed, replay_prefix=f"{self.map_name}_{seed}")
-            self.save_replay = self.env.save_replay  # for AsyncVectorEnv.call
+            # Trap: replays are named after the time in whole seconds, and all processes write at once
+            self.env._seed, self.env.replay_prefix = seed, f"{self.env.map_name}_{seed}"
         self.env.reset()
         # Trap: while some units have yet to appear, each look at them counts the others again in max_reward
         health = sum(unit.health_max + unit.shield_max for unit in self.env.enemies.values())
@@ -297,10 +293,6 @@ class Smac(gym.Env):
         crashed = "battle_won" not in info  # Trap: after a crash the package launches another and returns 0, True, {}
         won, truncated = info.get("battle_won", False), info.get("episode_limit", False)
         return self.observe(), reward, ended and not truncated, truncated, {"won": won, "crashed": crashed}
-
-    def close(self) -> None:
-        if self.env is not None:
-            self.env.close()
 
 
 class Episode(NamedTuple):
@@ -330,7 +322,7 @@ class TeamEnvs:
             self.shape = self.envs.shape
         else:
             make = functools.partial(Smac, args.env_id.removeprefix("smac/"), str(run_folder.resolve() / "replays"))
-            # Trap: interrupted in a step, the processes end by themselves, and gymnasium's destructor would complain
+            # Trap: interrupted in a step, gymnasium's destructor ends the processes, and complains
             sys.unraisablehook, gym.logger.min_level = lambda _: None, gym.logger.ERROR
             self.envs = gym.vector.AsyncVectorEnv([make] * num_envs, context="spawn", autoreset_mode="SameStep")
             self.shape = Shape(*self.envs.call("shape")[0])
@@ -409,12 +401,11 @@ class Agent(nn.Module):
 
     def unroll(self, inputs: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
         """Q (T+1, B, n, A) of whole episodes, zero in padding; inputs (R, n, ...) are their rows that are `filled`."""
-        embedded = torch.relu(self.fc1(inputs))  # (R, n, H), in order of time
+        embedded = torch.relu(self.fc1(inputs)).flatten(0, 1)  # (R n, H), in order of time
         hidden, outputs = self.first_hidden(filled.shape[1]).flatten(0, 1), []
         # Not nn.GRU on a PackedSequence: twice as slow on the CPU, where gradients of slices are as large as all inputs
-        for x in embedded.split(filled.sum(dim=1).tolist()):  # the rows at one time
-            hidden = hidden[: len(x) * self.n_agents]  # shorter episodes, which are the last ones, have ended
-            hidden = self.rnn(x.flatten(0, 1), hidden)
+        for x in embedded.split((filled.sum(dim=1) * self.n_agents).tolist()):  # the rows at one time
+            hidden = self.rnn(x, hidden[: len(x)])  # shorter episodes, which are the last ones, have ended
             outputs.append(hidden)
         agent_qs = embedded.new_zeros(*filled.shape, self.n_agents, self.n_actions)
         agent_qs[filled] = self.fc2(torch.cat(outputs)).unflatten(0, (-1, self.n_agents))
@@ -497,15 +488,14 @@ def td_lambda_targets(rewards, next_values, no_bootstrap, mask, gamma, td_lambda
     r"""Targets y (T, B, ...). next_values[t] (T, B, ...) is Q'_{t+1}, after step t; the other tensors are (T, B, 1).
 
     y_t = r_t + \gamma (1 - no_bootstrap_t) ((1 - \lambda) Q'_{t+1} + \lambda y_{t+1}); at an episode's last step there
-    is no y_{t+1}, and lambda is 0. This is [PENG]'s Q(lambda); lambda = 0 is the paper's y^tot, [QMIX] below Eq. (6).
+    is no y_{t+1}, and lambda is 0. This is [PENG]'s Q(lambda); lambda = 0 is the one-step target, [QMIX] below Eq. (6).
     """
     discounts = gamma * (1 - no_bootstrap)
-    if td_lambda == 0:
-        return rewards + discounts * next_values
     lambdas = td_lambda * torch.cat([mask[1:], torch.zeros_like(mask[:1])]).to(rewards.dtype)  # 0: no step follows
-    targets, y = torch.empty_like(next_values), next_values[-1]  # any y: the last lambda is 0
-    for t in reversed(range(len(rewards))):
-        targets[t] = y = rewards[t] + discounts[t] * ((1 - lambdas[t]) * next_values[t] + lambdas[t] * y)
+    targets, decays = rewards + discounts * (1 - lambdas) * next_values, discounts * lambdas
+    if td_lambda > 0:  # else the loop adds zeros, and costs time
+        for t in reversed(range(len(rewards) - 1)):
+            targets[t] += decays[t] * targets[t + 1]
     return targets
 
 
@@ -513,7 +503,7 @@ def qmix_loss(agent, mixer, target_agent, target_mixer, batch: Episode, args: Ar
     r"""The loss to be minimised (), [QMIX] Eq. (6) as a mean, and its metrics {name: ()}.
 
     L = 1/P \sum (y^tot - Q_tot(\tau, u, s))^2 over the P steps,   y^tot = r + \gamma Q_tot(\tau', u', s'; \theta^-)
-    u' holds each agent's best available action by its online network ([DDQN]; without `--double-q` by its target
+    u' holds each agent's best available action by its online network ([DDQN]; with `--no-double-q` by its target
     network); the target networks value it. As Q_tot is monotone, these are the team's best: [QMIX] Eq. (4) and (5).
     """
     filled, mask, actions = batch.filled, batch.filled[1:], batch.actions.long()  # (T+1, B), (T, B), (T, B, n)
@@ -539,7 +529,7 @@ def qmix_loss(agent, mixer, target_agent, target_mixer, batch: Episode, args: Ar
 
 @torch.no_grad()
 def select_actions(agent: Agent, envs: TeamEnvs, hidden: torch.Tensor, epsilon=0.0, rng=None) -> tuple:
-    """Actions (N, n), each agent's best available one or, with probability epsilon, any; the next hidden (N, n, H)."""
+    """Actions (N, n), each agent's best or, with probability epsilon, any available one; the next hidden (N, n, H)."""
     obs, last_actions = (torch.from_numpy(rows).to(hidden.device) for rows in (envs.obs, envs.last_actions))
     agent_qs, hidden = agent(agent.inputs(obs, last_actions), hidden)
     actions = np.where(envs.avail_actions, agent_qs.cpu().numpy(), -np.inf).argmax(axis=-1)
@@ -576,28 +566,26 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
     agent, mixer = (network.to(device) for network in make_networks(args, envs.shape))
     target_agent, target_mixer = copy.deepcopy(agent), copy.deepcopy(mixer)
     parameters = [*agent.parameters(), *mixer.parameters()]
-    optimizers = {"adam": torch.optim.Adam, "rmsprop": functools.partial(torch.optim.RMSprop, alpha=args.optim_alpha)}
-    optimizer = optimizers[args.optimizer](parameters, args.learning_rate, eps=args.optim_eps)
+    optimizer = {"rmsprop": torch.optim.RMSprop, "adam": torch.optim.Adam}[args.optimizer](parameters)
     replay = EpisodeReplay(args.buffer_size)
 
     # All that the rest of a run depends on
     parts = {"agent": agent, "mixer": mixer, "target_agent": target_agent, "target_mixer": target_mixer}
     parts |= {args.optimizer: optimizer, "replay": replay}
-    global_step = restore(parts, checkpoint) if checkpoint else 0
-    optimizer.param_groups[0] |= {"alpha": args.optim_alpha, "eps": args.optim_eps}  # Trap: the checkpoint has its own
+    global_step = start = restore(parts, checkpoint) if checkpoint else 0
+    optimizer.param_groups[0] |= {"alpha": args.optim_alpha, "eps": args.optim_eps}  # Trap: a checkpoint has its own
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, run_folder, checkpoint, parts, last_step)
     if args.compile:
         for network in (mixer, target_mixer):
             network.compile(dynamic=True)  # minibatches differ in length
-    hidden = None
 
     while global_step < last_step:
         if global_step % args.test_interval < N and (global_step > run.first_step or not checkpoint):
             test_envs.reset(global_step, 2)
             returns, won = play(agent, test_envs, args.test_nepisode)
             run.log(global_step, {"eval/episodic_return": np.mean(returns), "eval/battle_won_rate": np.mean(won)})
-        if hidden is None or global_step % args.checkpoint_interval < N:
+        if global_step == start or global_step % args.checkpoint_interval < N:
             run.save_checkpoint(global_step)
             envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
             rng = np.random.default_rng([args.seed, global_step])  # and new random numbers
@@ -633,7 +621,7 @@ def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
                 target_agent.load_state_dict(agent.state_dict())
                 target_mixer.load_state_dict(mixer.state_dict())
 
-        if global_step % args.log_interval < N or global_step == last_step:
+        if global_step % args.log_interval < N or global_step >= last_step:
             run.log(global_step, {f"losses/{name}": metric for name, metric in metrics.items()})
             run.log(global_step, {"charts/learning_rate": learning_rate, "charts/epsilon": epsilon})
             run.progress(global_step, envs.recent_scores)
@@ -703,7 +691,7 @@ def restore(parts: dict, checkpoint: dict) -> int:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         return checkpoint["global_step"]
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # torch and we raise half a dozen kinds
         sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
 
 
@@ -755,7 +743,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` are those of all processes till now."""
+        """What a checkpoint holds, or only the parts that are named. `seconds` include those before a resume."""
         seconds = time.time() - self.started
         header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
         return header | {name: self.parts[name].state_dict() for name in names or self.parts}
@@ -788,8 +776,7 @@ class Run:
             result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         write_file(self.folder / "result.json", json.dumps(result, indent=2))
         if args.track:
-            videos = self.folder.glob("videos/*.mp4")
-            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in videos})
+            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in self.folder.glob("videos/*.mp4")})
             self.wandb.finish()
         if args.upload_model:
             card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
@@ -816,10 +803,9 @@ def draw(envs: Smax) -> np.ndarray:
 
 def parse_args() -> tuple[Args, Path, dict | None]:
     """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("env-id", "run-folder", "resume", "evaluate"):
-        peek.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
-    given, _ = peek.parse_known_args()
+    names = ("run_folder", "resume", "evaluate")
+    Given = dataclasses.make_dataclass("Given", [(name, str | None, None) for name in names])
+    given, _ = tyro.cli(Given, return_unknown_args=True, add_help=False)
     if (given.evaluate, given.resume, given.run_folder).count(None) < 2:
         sys.exit("error: --evaluate, --resume and --run-folder cannot be combined")
     path = Path(given.evaluate or given.resume or given.run_folder or "runs")
@@ -828,12 +814,11 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         return args, path if given.run_folder else path / name, None
     checkpoint = load_checkpoint(path)
-    saved = dataclasses.replace(Args(**checkpoint["args"]), run_folder=None, resume=None, evaluate=None)
-    if ":" in saved.env_id and saved.env_id != given.env_id:
-        sys.exit(f"error: {saved.env_id} imports a module; if you trust it, say --env-id {saved.env_id}")
-    args = tyro.cli(Args, default=saved)  # what is not given is as it was
+    saved = Args(**checkpoint["args"])
+    # What is not given is as it was, but for the module in an id like "module:Name-v0", which gym.make would import
+    args = tyro.cli(Args, default=dataclasses.replace(saved, env_id=saved.env_id.split(":")[-1]))
     if args.env_id != saved.env_id or (args.seed != saved.seed and not args.evaluate):
-        sys.exit(f"error: {path} is of {saved.env_id}, seed {saved.seed}, not of {args.env_id}, seed {args.seed}")
+        sys.exit(f"error: {path} is of --env-id {saved.env_id} --seed {saved.seed}, not {args.env_id} and {args.seed}")
     return args, path if path.is_dir() else path.parent, checkpoint
 
 

@@ -951,8 +951,8 @@ class StarCraft2Env:
     n_enemies, reward_death_value, reward_win = 1, 10, 200
     def __init__(self, map_name, seed=None, continuing_episode=False, replay_dir="", replay_prefix=""):
         assert os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] == "python"
-        self.seed, self.continuing, self.replay_dir = seed, continuing_episode, replay_dir
-        self.prefix, self.map_name = replay_prefix, map_name
+        self._seed, self.continuing, self.replay_dir = seed, continuing_episode, replay_dir
+        self.replay_prefix, self.map_name = replay_prefix, map_name
         self.games, self._episode_count = [], 0
         self.max_reward, self.mortal = 210, map_name == "toy"
     def get_env_info(self):
@@ -961,14 +961,14 @@ class StarCraft2Env:
         print("the game speaks")
         self.games.append(subprocess.Popen(["sleep", "60"]))
         with open(os.environ["SC2_PIDS"], "a") as file:
-            print(self.games[-1].pid, self.seed, self.map_name, file=file)
+            print(self.games[-1].pid, self._seed, self.map_name, file=file)
     def reset(self):
         if self._episode_count == 0:
             self.launch()
             self.max_reward += 2 * 45  # counted twice, as the package may
         self.steps, self.enemies = 0, {0: Unit()}
     def get_obs(self):
-        return [np.array([self.steps, self.seed % 1000])]
+        return [np.array([self.steps, self._seed % 1000])]
     def get_state(self):
         return np.array([self.steps, self.max_reward, len(self.games)], np.float32)
     def get_avail_actions(self):
@@ -993,7 +993,7 @@ class StarCraft2Env:
         os.mkdir(self.replay_dir) if not os.path.exists(self.replay_dir) else None
         if self.map_name == "toyss":
             raise OSError("no space")
-        with open(os.path.join(self.replay_dir, f"{self.prefix}_a_second.SC2Replay"), "x"):
+        with open(os.path.join(self.replay_dir, f"{self.replay_prefix}_a_second.SC2Replay"), "x"):
             pass
     def close(self):
         for game in self.games:
