@@ -186,6 +186,19 @@ def test_gae_is_the_double_sum(N, gamma, gae_lambda):
     np.testing.assert_allclose(ppo.compute_gae(*batch), gae_by_definition(*batch), rtol=0, atol=1e-12)
 
 
+def test_mujoco_says_that_a_simulation_is_unstable_and_nothing_else(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    env = ppo.make_env("HalfCheetah-v4")
+    env.reset(seed=1)
+    env.step(np.zeros(6))
+    assert capfd.readouterr() == ("", "")
+    env.unwrapped.data.qvel[:] = 1e12
+    env.step(np.zeros(6))
+    said = capfd.readouterr().err
+    assert said.startswith("note: ") and "The simulation is unstable" in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())  # no MUJOCO_LOG.TXT
+
+
 def test_gae_without_values_is_the_reverse_cumsum_of_an_episode():
     rewards, no = np.random.default_rng(0).normal(size=(7, 2)), np.zeros((7, 2), bool)
     ends = no.copy()

@@ -34,6 +34,7 @@ from conftest import (
     kill_in,
     load,
     run_folder_in,
+    scalars,
     step_of,
     wait_for,
 )
@@ -424,6 +425,24 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, reference, script):
     assert all(new[tag][: len(points)] == points for tag, points in old.items())
     assert [step for step, _ in new["charts/learning_rate"]] == list(range(128, end + 1, 128))
     assert [step for step, _ in new["eval/episodic_return"]] == [END, end]
+
+
+# Batches of another size than those before, so that the run does not end at a multiple of it
+OTHER_BATCH = {
+    "a2c_atari": ("--num-envs", "3"),
+    "dqn_per_atari": ("--num-steps", "5"),
+    "qmix_smac": ("--num-envs", "3"),
+}
+
+
+@pytest.mark.parametrize("script", OTHER_BATCH, indirect=True, scope="session")
+def test_the_last_point_is_logged_also_where_a_batch_has_another_size(tmp_path, reference, script):
+    name, end = copy_run(reference, tmp_path), str(total(script) + 64)
+    argv = ("--resume", name, *OTHER_BATCH[script], "--total-timesteps", end, "--log-interval", "1000000")
+    assert resumed(script, *argv, cwd=tmp_path).wait().status == 0
+    folder = tmp_path / name
+    points, last = scalars(folder), step_of(checkpoints(folder)[-1])
+    assert last >= int(end) and points["charts/learning_rate"][-1][0] == points["charts/SPS"][-1][0] == last
 
 
 def test_flags_that_are_given_win_over_the_checkpoint(call, interrupted, monkeypatch):
