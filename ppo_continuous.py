@@ -130,8 +130,9 @@ class Args:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if type(value) is int and value < 1 and name != "seed":
-                sys.exit(f"error: --{name.replace('_', '-')} must be at least 1")
+            least = 0 if name == "seed" else 1
+            if type(value) is int and value < least:
+                sys.exit(f"error: --{name.replace('_', '-')} must be at least {least}")
         if not 0 < self.learning_rate < 1e38:
             sys.exit("error: --learning-rate must be positive, and small enough for float32")
         batch_size = self.num_envs * self.num_steps

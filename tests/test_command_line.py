@@ -44,6 +44,7 @@ WRONG = {  # in every script: {flags: (status, words that stderr holds)}
     "--seed one": (2, "--seed 'one'"),
     "--total-timesteps 1e3": (2, "--total-timesteps '1e3'"),
     "--seed": (2, "--seed"),
+    "--seed -1": (1, "--seed 0"),
     "--capture-video maybe": (2, "maybe"),
     "--env-id !!": (1, "!!"),
     "--eval-episodes 0": (1, "--eval-episodes"),
