@@ -69,7 +69,7 @@ class Result:
     @property
     def notes(self):
         """The lines on stderr but the progress bar."""
-        rest = re.sub(r" *(\d+%\|[^|]*\||\d+ steps )[^]\r\n]*steps/s[^]\r\n]*\]", "", self.stderr)
+        rest = re.sub(r" *(\d+%\|[^|]*\||\d+ steps )[^]\r\n]*(steps/s|s/ steps)[^]\r\n]*\]", "", self.stderr)
         return [line.strip() for line in re.split(r"[\r\n]+", rest) if line.strip()]
 
 
@@ -155,7 +155,7 @@ class Run:
 
     def leaves_no_orphan(self):
         """Whether all that the process has started ends with it."""
-        return wait_for(lambda: not processes_of(self.process.pid), 10)
+        return wait_for(lambda: not processes_of(self.process.pid))
 
 
 def processes_of(group):
