@@ -608,9 +608,9 @@ def unpack(packed: list[torch.Tensor], frames: np.ndarray) -> None:
 
 def speed_up_cpu() -> None:
     """Two settings without which training on the CPU is slower."""
-    # Adam's averages of units that died fade below 1e-38, where numbers take many times as long. So they become zero
+    # The optimiser's averages of units that died fade below 1e-38, where numbers take many times as long. They become 0
     torch.set_flush_denormal(True)
-    # glibc gives large pieces of memory back and takes them again for the next minibatch; then every page costs a fault
+    # glibc gives large pieces of memory back and takes them again for the next update; then every page costs a fault
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc
         for option, size in ((-1, 2**28), (-3, 2**25)):  # M_TRIM_THRESHOLD; M_MMAP_THRESHOLD, the largest there is
             ctypes.CDLL(None).mallopt(option, size)
