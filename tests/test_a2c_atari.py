@@ -509,6 +509,31 @@ def test_rmsprop_is_tensorflows_or_torchs(alpha, eps, torch_rmsprop):
     torch.testing.assert_close(ours.state[theta]["square_avg"], square_avg, rtol=1e-10, atol=0)
 
 
+def test_averages_of_dead_units_are_flushed_to_zero_which_changes_no_parameter(tmp_path):
+    """Without a gradient the average fades to a denormal number, at which rounding holds it for ever."""
+
+    def small(tensor):  # compared as integers: a flushing processor takes denormal numbers for zero here too
+        return bool(((tensor.view(torch.int32) != 0) & (tensor.view(torch.int32) & 0x7F800000 == 0)).any())
+
+    found = {}
+    try:
+        for flush in (False, True):
+            flushes = torch.set_flush_denormal(flush) and flush
+            theta = nn.Parameter(torch.linspace(-1, 1, 64))
+            rmsprop = a2c.RMSprop([theta], a2c.Args(rmsprop_alpha=0.8))
+            for k in range(1000):
+                theta.grad = torch.linspace(-3, 2, 64) if k < 5 else torch.zeros(64)
+                rmsprop.step()
+            found[flush] = theta.tolist(), rmsprop.state[theta]["square_avg"]
+        torch.set_flush_denormal(False)
+        a2c.train(make_args(), tmp_path, None)
+        product = torch.full((8,), 1e-30) * 1e-9
+    finally:
+        torch.set_flush_denormal(False)
+    assert found[False][0] == found[True][0]
+    assert small(found[False][1]) and small(found[True][1]) == small(product) == (not flushes)
+
+
 def make_batch(size=64):
     logits, values = torch.randn(size, 5, dtype=torch.float64), torch.randn(size, dtype=torch.float64)
     advantages, returns = torch.randn(2, size, dtype=torch.float64)
