@@ -693,7 +693,7 @@ class Run:
 
 def speed_up_cpu() -> None:
     """Two settings without which training on the CPU is slower."""
-    # The optimiser's averages of units that died fade below 1e-38, where numbers take many times as long. They become 0
+    # The optimiser's averages of units that died fade below 1e-38, where a CPU may take far longer. They become zero
     torch.set_flush_denormal(True)
     # glibc gives large pieces of memory back and takes them again for the next update; then every page costs a fault
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc
