@@ -719,51 +719,47 @@ def rmsprop(theta, grads, learning_rate, alpha, eps, inside, initial) -> dict:
 def make_rmsprop() -> list[dict]:
     rng = random.Random(4)
     grads = draw(rng, [3, 4], -1, 1)
+    sizes, signs = (1, 10, 100, 1000), ([1, -1, 1, 1], [1, 1, -1, 1])
     tiny = [
-        [Fraction(sign * k, 2**20) for k, sign in zip((1, 10, 100, 1000), s)]
-        for s in ([1, -1, 1, 1], [1, 1, -1, 1])
+        [Fraction(sign * k, 2**20) for k, sign in zip(sizes, row, strict=True)] for row in signs
+    ]
+    known = {
+        "epsilon": "epsilon is on the other side of the square root",
+        "start": "the average starts at 0 in place of 1, or at 1 in place of 0",
+        "kind": "PyTorch's RMSprop in place of TensorFlow's, or TensorFlow's in place of PyTorch's",
+    }
+    table = [
+        ("TensorFlow, usual gradients", grads, True, 1, ["start", "kind"]),
+        ("TensorFlow, tiny gradients", tiny, True, 1, ["start", "kind"]),
+        ("TensorFlow, tiny gradients, the average at 0", tiny, True, 0, ["epsilon", "start"]),
+        ("PyTorch, usual gradients", grads, False, 0, ["start", "kind"]),
+        ("PyTorch, tiny gradients", tiny, False, 0, ["epsilon", "start", "kind"]),
     ]
     cases = []
-    for inside, initial in ((True, 1), (False, 0)):
-        kind = "TensorFlow" if inside else "PyTorch"
-        for size, columns in (("usual", grads), ("tiny", tiny)):
-            inputs = {
-                "theta": [Fraction(0)] * 4,
-                "grads": columns,
-                "learning_rate": Fraction("7e-4"),
-                "alpha": Fraction("0.99"),
-                "eps": Fraction("1e-5"),
-                "eps_inside_sqrt": inside,
-                "initial_square_avg": Fraction(initial),
-            }
-            arguments = [
-                decs(inputs[key]) for key in ("theta", "grads", "learning_rate", "alpha", "eps")
-            ]
-            wrong = [
-                (
-                    f"epsilon is {'outside' if inside else 'inside'} the square root",
-                    "theta",
-                    rmsprop(*arguments, not inside, Decimal(initial))["theta"],
-                ),
-                (
-                    f"the average starts at {1 - initial}",
-                    "theta",
-                    rmsprop(*arguments, inside, Decimal(1 - initial))["theta"],
-                ),
-                (
-                    f"{'PyTorch' if inside else 'TensorFlow'}'s RMSprop is used",
-                    "theta",
-                    rmsprop(*arguments, not inside, Decimal(1 - initial))["theta"],
-                ),
-            ]
-            tolerance = {
-                "float32": {"rtol": 1e-5, "atol": 1e-12},
-                "float64": {"rtol": 1e-12, "atol": 1e-18},
-            }
-            outputs = rmsprop(*arguments, inside, Decimal(initial))
-            cases.append(
-                case("rmsprop", f"{kind}, {size} gradients", inputs, outputs, wrong, tolerance)
-            )
+    for name, columns, inside, initial, mistakes in table:
+        inputs = {
+            "theta": [Fraction(0)] * 4,
+            "grads": columns,
+            "learning_rate": Fraction("7e-4"),
+            "alpha": Fraction("0.99"),
+            "eps": Fraction("1e-5"),
+            "eps_inside_sqrt": inside,
+            "initial_square_avg": Fraction(initial),
+        }
+        keys = ("theta", "grads", "learning_rate", "alpha", "eps")
+        arguments = [decs(inputs[key]) for key in keys]
+        other = {
+            "epsilon": rmsprop(*arguments, not inside, Decimal(initial)),
+            "start": rmsprop(*arguments, inside, Decimal(1 - initial)),
+            "kind": rmsprop(*arguments, not inside, Decimal(1 - initial)),
+        }
+        wrong = [(known[key], "theta", other[key]["theta"]) for key in mistakes]
+        tolerance = {
+            "float32": {"rtol": 1e-5, "atol": 1e-12},
+            "float64": {"rtol": 1e-12, "atol": 1e-18},
+        }
+        outputs = rmsprop(*arguments, inside, Decimal(initial))
+        cases.append(case("rmsprop", name, inputs, outputs, wrong, tolerance))
     return cases
 
 
@@ -1327,9 +1323,9 @@ def drawable_case(rng, n, size, num_envs) -> dict:
                 oldest = max(0, now + 1 - width)
                 if check_stack and step - needs < oldest:
                     usable = False
-                # Free choices: wait for row t + n after a termination; give up the oldest rows
+                # Free choices: wait for row t + n after a termination; give up the three rows ahead
                 late = terminated and not arrived
-                old = now + 1 > width and step - (stack - 1) < oldest
+                old = 0 < (step - now) % width < stack
                 required[row] = usable and not late and not old
                 optional[row] = usable and (late or old)
         return required, optional, held
