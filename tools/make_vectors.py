@@ -1659,12 +1659,12 @@ def masked_loss_case(rng) -> dict:
 
 def td_lambda_cases(rng) -> list[dict]:
     r"""(1 - \lambda) \sum_{k<L} \lambda^{k-1} G^(k) + \lambda^{L-1} G^(L), L the steps left."""
-    T, lengths, gamma = 6, (6, 2, 4), Fraction("0.99")
+    T, lengths, gamma = 6, (6, 2, 4, 3), Fraction("0.99")
     B = len(lengths)
     mask = [[t < length for length in lengths] for t in range(T)]
     rewards, next_values = draw(rng, [T, B]), draw(rng, [T, B])
-    # Episode 0 is truncated (it bootstraps), 1 and 2 terminate; padding holds what must not count
-    no_bootstrap = [[b > 0 and t == lengths[b] - 1 for b in range(B)] for t in range(T)]
+    # Episodes 0 and 3 are truncated (they bootstrap), 1 and 2 terminate; padding must not count
+    no_bootstrap = [[b in (1, 2) and t == lengths[b] - 1 for b in range(B)] for t in range(T)]
     for t, b in itertools.product(range(T), range(B)):
         if not mask[t][b]:
             rewards[t][b], next_values[t][b] = Fraction(0), Fraction(-1000)
@@ -1693,7 +1693,7 @@ def td_lambda_cases(rng) -> list[dict]:
         right = targets(lam_)
         wrong = [
             (
-                "the time limit of episode 0 is taken for a termination",
+                "truncations are taken for terminations",
                 "targets",
                 targets(lam_, everywhere),
             ),
@@ -1902,10 +1902,12 @@ def make_normalization() -> list[dict]:
     terminations[2][1] = truncations[3][0] = truncations[5][1] = True
     gamma = Fraction("0.99")
 
-    def scaled(cut, center=False, of_rewards=False, each=False, clip_at=10):
+    def scaled(cut, center=False, of_rewards=False, each=False, clip_at=10, early=False):
         counted, out, stds = [], [], []
         running = [Fraction(0)] * N
         for t in range(T):
+            if early:
+                running = [x * (not end) for x, end in zip(running, terminations[t])]
             running = [gamma * x + r for x, r in zip(running, rewards[t])]
             counted.append(rewards[t] if of_rewards else list(running))
             row, row_stds = [], []
@@ -1924,10 +1926,16 @@ def make_normalization() -> list[dict]:
         return out, stds
 
     ends = either(terminations, truncations)
+    never = fill([T, N], False)
     right, stds = scaled(ends)
     wrong = [
         ("the discounted return is reset at terminations only", "scaled", scaled(terminations)[0]),
-        ("the discounted return is never reset", "scaled", scaled(fill([T, N], False))[0]),
+        ("the discounted return is never reset", "scaled", scaled(never)[0]),
+        (
+            "at a termination the return is dropped before the last reward is counted (Gymnasium)",
+            "scaled",
+            scaled(never, early=True)[0],
+        ),
         ("the mean is subtracted", "scaled", scaled(ends, center=True)[0]),
         (
             "divided by the deviation of rewards, not of discounted returns",
