@@ -92,12 +92,13 @@ def test_the_reader_reports_a_planted_error():
         vectors_reader.check(case, "advantages", case["outputs"]["advantages"] + 1e-3, "float32")
 
 
-def test_the_readers_of_the_readme_run():
-    """Whatever Python the README shows must run as it stands."""
+def test_python_in_the_readme_runs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    namespace = {}
     blocks = (ROOT / "vectors" / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
     assert blocks
     for block in blocks:
-        exec(compile(block.split("```")[0], "vectors/README.md", "exec"), {"__name__": "readme"})
+        exec(compile(block.split("```")[0], "vectors/README.md", "exec"), namespace)
 
 
 def test_make_vectors_uses_the_standard_library_only():
@@ -105,3 +106,14 @@ def test_make_vectors_uses_the_standard_library_only():
     runpy.run_path(str(ROOT / "tools" / "make_vectors.py"), run_name="imported")
     added = {name.partition(".")[0] for name in set(sys.modules) - before}
     assert added <= set(sys.stdlib_module_names), added
+
+
+def test_the_readme_names_every_field():
+    readme = (ROOT / "vectors" / "README.md").read_text(encoding="utf-8")
+    for path in FILES:
+        for case in vectors_reader.cases(path.stem):
+            names = {case["operation"], *case["inputs"], *case["outputs"]}
+            # Parameters of the mixer: `hyper_w1.0`, whose weight and bias share a row
+            names = {name.removesuffix(".weight").removesuffix(".bias") for name in names}
+            missing = {name for name in names if f"`{name}`" not in readme}
+            assert not missing, (path.name, missing)
