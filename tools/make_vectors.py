@@ -180,12 +180,17 @@ def gae_by_definition(rewards, values, next_values, cut_bootstrap, cut_sum, gamm
     return advantages
 
 
+def elementwise(function, a, b):
+    """A function of two arrays (T, N)."""
+    return [[function(x, y) for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)]
+
+
 def either(a, b):
-    return [[x or y for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)]
+    return elementwise(lambda x, y: x or y, a, b)
 
 
 def add(a, b):
-    return [[x + y for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)]
+    return elementwise(lambda x, y: x + y, a, b)
 
 
 def gae_case(name, rewards, values, next_values, terminations, truncations, lam, mistakes) -> dict:
@@ -198,37 +203,29 @@ def gae_case(name, rewards, values, next_values, terminations, truncations, lam,
 
     right = gae()
     shifted = values[1:] + [next_values[-1]]
+    never = fill([T, N], False)
+    truncation_first = elementwise(lambda x, y: x and not y, terminations, truncations)
     late = [fill([N], False)] + ends[:-1]
     no_edge = next_values[:-1] + [fill([N], Fraction(0))]
-    known = {
-        "truncation": (
-            "a truncation is taken for a termination (no bootstrap)",
-            gae(cut_bootstrap=ends),
-        ),
-        "next row": (
-            "V of the next row stands for V of the final observation",
-            gae(next_values=shifted),
-        ),
-        "no ends": (
-            "bootstraps from the next episode after a termination",
-            gae(cut_bootstrap=fill([T, N], False)),
-        ),
-        "chain": ("the sum is not cut at a truncation", gae(cut_sum=terminations)),
-        "both": (
-            "bootstraps where an episode is terminated and truncated at once",
-            gae(
-                [
-                    [a and not b for a, b in zip(*x, strict=True)]
-                    for x in zip(terminations, truncations, strict=True)
-                ]
-            ),
-        ),
-        "late": (
-            "ends are one row late (stored before the step, read as after it)",
-            gae(late, late),
-        ),
-        "edge": ("no bootstrap at the batch's last row", gae(next_values=no_edge)),
-        "lambda": ("the sum decays by lambda instead of gamma lambda", gae(decay=lam)),
+    sentences = {
+        "truncation": "a truncation is taken for a termination (no bootstrap)",
+        "next row": "V of the next row stands for V of the final observation",
+        "no ends": "bootstraps after a termination",
+        "chain": "the sum is not cut at a truncation",
+        "both": "bootstraps where an episode is terminated and truncated at once",
+        "late": "ends are one row late (stored before the step, read as after it)",
+        "edge": "no bootstrap at the batch's last row",
+        "lambda": "the sum decays by lambda instead of gamma lambda",
+    }
+    results = {
+        "truncation": gae(cut_bootstrap=ends),
+        "next row": gae(next_values=shifted),
+        "no ends": gae(cut_bootstrap=never),
+        "chain": gae(cut_sum=terminations),
+        "both": gae(cut_bootstrap=truncation_first),
+        "late": gae(late, late),
+        "edge": gae(next_values=no_edge),
+        "lambda": gae(decay=lam),
     }
     inputs = {
         "rewards": rewards,
@@ -239,7 +236,7 @@ def gae_case(name, rewards, values, next_values, terminations, truncations, lam,
         "gamma": gamma,
         "gae_lambda": lam,
     }
-    wrong = [(known[key][0], "advantages", known[key][1]) for key in mistakes]
+    wrong = [(sentences[key], "advantages", results[key]) for key in mistakes]
     return case("gae", name, inputs, {"advantages": right, "returns": add(right, values)}, wrong)
 
 
@@ -261,13 +258,15 @@ def n_step_return_case(
         return result
 
     last_row = fill([T - 1, N], False) + [fill([N], True)]
-    known = {
-        "truncation": ("a truncation is taken for a termination (no bootstrap)", returns(ends)),
-        "no ends": (
-            "bootstraps from the next episode after a termination",
-            returns(fill([T, N], False)),
-        ),
-        "edge": ("no bootstrap at the batch's last row", returns(either(terminations, last_row))),
+    sentences = {
+        "truncation": "a truncation is taken for a termination (no bootstrap)",
+        "no ends": "bootstraps after a termination",
+        "edge": "no bootstrap at the batch's last row",
+    }
+    results = {
+        "truncation": returns(ends),
+        "no ends": returns(fill([T, N], False)),
+        "edge": returns(either(terminations, last_row)),
     }
     inputs = {
         "rewards": rewards,
@@ -280,23 +279,15 @@ def n_step_return_case(
     right = returns(terminations)
     minus_values = [[-x for x in row] for row in values]
     outputs = {"returns": right, "advantages": add(right, minus_values)}
-    return case(
-        "n_step_return",
-        name,
-        inputs,
-        outputs,
-        [(known[key][0], "returns", known[key][1]) for key in mistakes],
-    )
+    wrong = [(sentences[key], "returns", results[key]) for key in mistakes]
+    return case("n_step_return", name, inputs, outputs, wrong)
 
 
 def episode_values(rng, T, N, ends):
     """Random values, and next_values equal to those of the next row except at ends."""
     values = draw(rng, [T, N])
     next_values = values[1:] + [draw(rng, [N])]
-    next_values = [
-        [draw(rng, []) if end else v for v, end in zip(*x, strict=True)]
-        for x in zip(next_values, ends)
-    ]
+    next_values = elementwise(lambda v, end: draw(rng, []) if end else v, next_values, ends)
     return values, next_values
 
 
@@ -778,15 +769,10 @@ def actor_critic(logits, values, batch, ent_coef, vf_coef, kind, mistake=None) -
     )
     entropy = -sum(x.exp() * x for row in log_probs for x in row)
     value = sum((R - v) ** 2 for R, v in zip(batch["returns"], values, strict=True))
-    scale = {"a2c": Decimal(B), "a3c": Decimal(1)}[kind]
-    value_scale = scale * {"a2c": 1, "a3c": 2}[kind]
-    if mistake == "other scale":
-        scale, value_scale = (
-            scale / B if kind == "a2c" else scale * B,
-            value_scale / B if kind == "a2c" else value_scale * B,
-        )
-    if mistake == "other half":
-        value_scale = value_scale * (2 if kind == "a2c" else Decimal("0.5"))
+    is_mean = (kind == "a2c") != (mistake == "other scale")
+    is_halved = (kind == "a3c") != (mistake == "other half")
+    scale = Decimal(B if is_mean else 1)
+    value_scale = scale * (2 if is_halved else 1)
     if mistake == "entropy":
         ent_coef = -ent_coef
     outputs = {
@@ -962,7 +948,7 @@ def make_dqn() -> list[dict]:
         ),
         ("the online network does both", "double", targets(online, online)),
         ("the target network does both (that is `single`)", "double", outputs["single"]),
-        ("the last row, whose discount is 0, bootstraps all the same", "double", bootstrapped),
+        ("a row whose discount is 0 bootstraps all the same", "double", bootstrapped),
     ]
     inputs = {"online_qs": online, "target_qs": target, "returns": returns, "discounts": discounts}
     cases.append(case("q_targets", "the networks disagree", inputs, outputs, wrong))
@@ -1247,22 +1233,17 @@ def priority_update_cases() -> list[dict]:
         alpha, eps = Decimal("0.6"), Decimal("1e-6")
         priorities = [abs(dec(x)) + eps for x in errors]
         written = [(alpha * p.ln()).exp() for p in priorities]
-        last, first, parents = decs(leaves), decs(leaves), Decimal(6)
+        last, first, parents, without_alpha = decs(leaves), decs(leaves), Decimal(6), decs(leaves)
         seen = set()
-        for row, value in zip(rows, written, strict=True):
+        for row, value, priority in zip(rows, written, priorities, strict=True):
             parents += value - 1
             last[row] = value
+            without_alpha[row] = priority
             if row not in seen:
                 first[row] = value
             seen.add(row)
         outputs = {"leaves": last, "total": sum(last), "max_priority": max(Decimal(1), *priorities)}
-        wrong = [
-            (
-                "alpha is not applied",
-                "total",
-                sum(last[i] if i not in rows else dict(zip(rows, priorities))[i] for i in range(6)),
-            )
-        ]
+        wrong = [("alpha is not applied", "total", sum(without_alpha))]
         if len(set(rows)) < len(rows):
             wrong.append(("the first value of a repeated row stays", "leaves", first))
             wrong.append(
@@ -1281,7 +1262,6 @@ def priority_update_cases() -> list[dict]:
             "eps": F("1e-6"),
             "max_priority": F(1),
         }
-        # float32 arithmetic with 1e-6: the leaf of a TD error of 0 is (1e-6)^0.6 = 2.5e-4
         cases.append(case("priority_update", name, inputs, outputs, wrong))
     return cases
 
@@ -1854,32 +1834,23 @@ def make_normalization() -> list[dict]:
     rows = draw(rng, [sum(batch_sizes), D])
     rows[-1] = [Fraction(40), Fraction(-40)]
 
-    def normalized(order=None, clip_at=10, subtract=True, inside=True):
+    def normalized(count_first=True, subtract=True):
         result, seen = [], []
+        limit = Decimal(10)
         ends = list(itertools.accumulate(batch_sizes))
-        for end, size in zip(ends, batch_sizes):
+        for end, size in zip(ends, batch_sizes, strict=True):
             batch = rows[end - size : end]
-            seen_before = list(seen)
-            seen += batch
-            averages, variances = moments(
-                seen_before if order == "before" and seen_before else seen
-            )
+            counted = seen + batch if count_first or not seen else seen
+            seen = seen + batch
+            averages, variances = moments(counted)
             for row in batch:
-                out = []
-                for x, m, v in zip(row, averages, variances):
-                    std = (dec(v) + dec(epsilon)).sqrt() if inside else dec(v).sqrt() + dec(epsilon)
-                    out.append(
-                        clip(
-                            (dec(x) - (dec(m) if subtract else 0)) / std,
-                            Decimal(-clip_at),
-                            Decimal(clip_at),
-                        )
-                    )
-                result.append(out)
+                stds = [(dec(v) + dec(epsilon)).sqrt() for v in variances]
+                centered = [dec(x - m if subtract else x) for x, m in zip(row, averages)]
+                result.append([clip(x / std, -limit, limit) for x, std in zip(centered, stds)])
         return result
 
     wrong = [
-        ("a batch is normalized before it is counted", "normalized", normalized(order="before")),
+        ("a batch is normalized before it is counted", "normalized", normalized(count_first=False)),
         ("the mean is not subtracted", "normalized", normalized(subtract=False)),
     ]
     inputs = {"rows": rows, "batch_sizes": batch_sizes, "epsilon": epsilon, "clip": Fraction(10)}
