@@ -103,6 +103,11 @@ def sb3_gae_alone(case):
     return sb3_gae({"inputs": only})
 
 
+@peer("Stable-Baselines3 RolloutBuffer, gae_lambda=1", "gae", "n_step_return", "float32")
+def sb3_n_step_return(case):
+    return sb3_gae({"inputs": case["inputs"] | {"gae_lambda": 1.0}})
+
+
 @peer(
     "CleanRL ppo_continuous_action.py, lines 236-246, restated",
     "gae",
@@ -612,6 +617,15 @@ def cleanrl_c51(case):
         np.add.at(projected[row], low.astype(int), (high + (low == high) - b) * p)
         np.add.at(projected[row], high.astype(int), (b - low) * p)
     return {"projected": projected}
+
+
+@peer("PyTorch cross_entropy", "distributional", "c51_loss", "float64")
+def torch_c51_loss(case):
+    i = {name: torch.tensor(value) for name, value in case["inputs"].items()}
+    logits = i["logits"].requires_grad_()
+    losses = torch.nn.functional.cross_entropy(logits, i["target"], reduction="none")
+    losses.sum().backward()
+    return {"losses": losses.detach(), "grad_logits": logits.grad}
 
 
 @peer(
