@@ -5,12 +5,14 @@ import sys
 from collections import Counter
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 # Operations with a result in Python, or whose shape depends on values
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount"}
+real_to = torch.Tensor.to
 transfers: Counter = Counter()  # "file:line" -> how often the host waited there for the device
 
 
@@ -36,9 +38,11 @@ def dispatch(self, func, types, args=(), kwargs=None):
     result = func(*raw_args, **raw_kwargs)
     if func._opname == "copy_":
         return args[0]
-    for x in wrapped.values():
-        if (x.shape, x.stride()) != (x.raw.shape, x.raw.stride()):
-            raise NotImplementedError(f"{func} changes the shape of a device tensor in place")
+    if torch.Tag.inplace_view in func.tags:  # `t_`: what C++ knows of the wrapper changes as well
+        with no_dispatch():
+            func(*args, **kwargs)
+    if any((x.shape, x.stride()) != (x.raw.shape, x.raw.stride()) for x in wrapped.values()):
+        raise NotImplementedError(f"{func} changes the shape of a device tensor")
 
     def wrap(x):  # an operation in place returns its argument
         return wrapped[id(x)] if id(x) in wrapped else DeviceTensor(x)
@@ -118,3 +122,14 @@ class Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return Move.apply(grad)
+
+
+def to(self, *args, **kwargs):
+    """Tensor.to."""
+    if args and isinstance(args[0], torch.Tensor):
+        args = (args[0].device, args[0].dtype, *args[1:])
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    if device and device.type != self.device.type:
+        self = Move.apply(self)
+    options = {"memory_format": memory_format or torch.preserve_format}
+    return real_to(self, dtype or self.dtype, copy=kwargs.get("copy", False), **options)

@@ -18,8 +18,9 @@ Not pretended:
     one of the two passes here. torch.Generator("cuda") fails.
   * torch.compile, torch.jit, CUDA graphs, storages, dlpack.
   * Device tensors sent to other processes; threads other than the one that entered `pretend`.
-  * In-place changes of shape (`t_`, `resize_`) raise; `t.new_tensor` and
-    `zeros_like(t, device="cpu")` make a tensor on the wrong device, which the next operation shows.
+  * Tensors that C++ makes "where its argument is", such as `t.new_tensor`, `quantile`, and
+    `zeros_like(t, device="cpu")`: they may be on the wrong device, and the next operation raises.
+    `resize_` raises.
   * torch.autocast is the CPU's, which keeps fewer operations in float32 than CUDA's.
 """
 
@@ -35,25 +36,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from fake_device import CPU, CUDA, DeviceTensor, Mode, Move, transfers
+from fake_device import CPU, CUDA, DeviceTensor, Mode, to, transfers
 
 # What functions of torch.cuda return
 ANSWERS = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
 ANSWERS |= {"get_device_name": "pretended GPU", "set_device": None, "synchronize": None}
 ANSWERS |= {"manual_seed_all": None, "_lazy_init": None}
-real_to, real_start, real_autocast = torch.Tensor.to, BaseProcess.start, torch.autocast.__init__
+real_start, real_autocast = BaseProcess.start, torch.autocast.__init__
 real_rebuild = torch._utils._rebuild_tensor
-
-
-def to(self, *args, **kwargs):
-    """Tensor.to."""
-    if args and isinstance(args[0], torch.Tensor):
-        args = (args[0].device, args[0].dtype, *args[1:])
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    if device and device.type != self.device.type:
-        self = Move.apply(self)
-    options = {"memory_format": memory_format or torch.preserve_format}
-    return real_to(self, dtype or self.dtype, copy=kwargs.get("copy", False), **options)
 
 
 def constructor(real):
@@ -68,6 +58,16 @@ def constructor(real):
 def autocast(self, device_type, *args, **kwargs):
     """torch.autocast.__init__."""
     real_autocast(self, "cpu", *args, **kwargs)
+
+
+def one_hot(indices, num_classes=-1):
+    """functional.one_hot, which makes a tensor on the device that C++ sees."""
+    one_hot = torch._C._nn.one_hot
+    return (
+        DeviceTensor(one_hot(indices.raw, num_classes))
+        if indices.is_cuda
+        else one_hot(indices, num_classes)
+    )
 
 
 def tag(storage):
@@ -119,6 +119,7 @@ def pretend():
         patch.multiple(
             torch, tensor=constructor(torch.tensor), as_tensor=constructor(torch.as_tensor)
         ),
+        patch("torch.nn.functional.one_hot", one_hot),
         patch("torch.autocast.__init__", autocast),
         patch("torch.serialization._package_registry", registry),
         patch("torch._utils._rebuild_tensor", rebuild),
