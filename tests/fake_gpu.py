@@ -44,6 +44,7 @@ ANSWERS |= {"get_device_name": "pretended GPU", "set_device": None, "synchronize
 ANSWERS |= {"manual_seed_all": None, "_lazy_init": None}
 real_start, real_autocast = BaseProcess.start, torch.autocast.__init__
 real_rebuild = torch._utils._rebuild_tensor
+real_group = torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype
 
 
 def constructor(real):
@@ -60,14 +61,16 @@ def autocast(self, device_type, *args, **kwargs):
     real_autocast(self, "cpu", *args, **kwargs)
 
 
-def one_hot(indices, num_classes=-1):
+def group(tensors, **kwargs):
+    """How clip_grad_norm_ groups tensors by device and type, with the device that Python sees."""
+    groups = real_group(tensors, **kwargs)
+    return {(lists[0][0].device, key[1]): (lists, i) for key, (lists, i) in groups.items()}
+
+
+def one_hot(indices, *args, **kwargs):
     """functional.one_hot, which makes a tensor on the device that C++ sees."""
-    one_hot = torch._C._nn.one_hot
-    return (
-        DeviceTensor(one_hot(indices.raw, num_classes))
-        if indices.is_cuda
-        else one_hot(indices, num_classes)
-    )
+    result = torch._C._nn.one_hot(getattr(indices, "raw", indices), *args, **kwargs)
+    return result.to(indices.device)
 
 
 def tag(storage):
@@ -120,6 +123,7 @@ def pretend():
             torch, tensor=constructor(torch.tensor), as_tensor=constructor(torch.as_tensor)
         ),
         patch("torch.nn.functional.one_hot", one_hot),
+        patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", group),
         patch("torch.autocast.__init__", autocast),
         patch("torch.serialization._package_registry", registry),
         patch("torch._utils._rebuild_tensor", rebuild),

@@ -18,6 +18,15 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """More wait for each other where tests run side by side."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def device():
     fake_gpu.transfers.clear()
@@ -104,6 +113,9 @@ def test_counts_each_wait_by_its_line(device):
     assert f"test_fake_gpu.py:{waits[0].__code__.co_firstlineno}" in fake_gpu.transfers
     before = fake_gpu.transfers.total()
     t[torch.tensor([1])] = (t * 2).sum() + torch.where(t > 1, t, 0).to(device).mean()
+    weight = torch.ones(3, device=device, requires_grad=True)
+    weight.sum().backward()
+    nn.utils.clip_grad_norm_(weight, 0.5)
     assert fake_gpu.transfers.total() == before, "these do not wait"
 
 
