@@ -7,19 +7,19 @@
     python tests/fake_gpu.py SCRIPT ARGS...            # a script, with the processes it starts
     FAKE_GPU_REPORT=FILE python tests/fake_gpu.py ...  # ... that writes `transfers` as JSON
 
-A tensor on "cuda" wraps a tensor on the CPU (fake_device.py). Every operation is looked at: what
-CUDA refuses raises, everything else runs on the CPU, so results equal the CPU's to the bit.
+A tensor on "cuda" wraps a tensor on the CPU (fake_device.py). Operations that CUDA refuses raise,
+all others run on the CPU, so results equal the CPU's to the bit.
 `transfers` counts, by source line, how often the host waits for the device: `.item()`, `bool(t)`,
 `.tolist()`, `.cpu()`, printing, boolean masks as indices, results whose shape depends on values.
 
 Not pretended:
   * CUDA's kernels: rounding, nondeterminism, asynchrony, memory. Several GPUs.
   * CUDA's own generator: the device draws from the CPU's, so a checkpoint that forgets the state of
-    one of the two passes here. torch.Generator("cuda") fails.
+    one of the two passes here. torch.Generator("cuda") and torch.cuda.get_rng_state fail.
   * torch.compile, torch.jit, CUDA graphs, storages, dlpack.
   * Device tensors sent to other processes; threads other than the one that entered `pretend`.
-  * Tensors that C++ makes "where its argument is", such as `t.new_tensor`, `quantile`, and
-    `zeros_like(t, device="cpu")`: they may be on the wrong device, and the next operation raises.
+  * Tensors that C++ code makes on the device of its argument, in `t.new_tensor` and `quantile`, and
+    `zeros_like(t, device="cpu")`: they are on the wrong device, and the next operation raises.
     `resize_` raises.
   * torch.autocast is the CPU's, which keeps fewer operations in float32 than CUDA's.
 """
@@ -41,7 +41,7 @@ from fake_device import CPU, CUDA, DeviceTensor, Mode, to, transfers
 # What functions of torch.cuda return
 ANSWERS = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
 ANSWERS |= {"get_device_name": "pretended GPU", "set_device": None, "synchronize": None}
-ANSWERS |= {"manual_seed_all": None, "_lazy_init": None}
+ANSWERS |= {"manual_seed_all": None, "_lazy_init": None, "is_current_stream_capturing": False}
 real_start, real_autocast = BaseProcess.start, torch.autocast.__init__
 real_rebuild = torch._utils._rebuild_tensor
 real_group = torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype
@@ -124,6 +124,7 @@ def pretend():
         ),
         patch("torch.nn.functional.one_hot", one_hot),
         patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", group),
+        patch("torch.backends.cudnn.is_acceptable", lambda tensor: False),
         patch("torch.autocast.__init__", autocast),
         patch("torch.serialization._package_registry", registry),
         patch("torch._utils._rebuild_tensor", rebuild),

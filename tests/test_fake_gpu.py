@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """More wait for each other where tests run side by side."""
+    """With tests in parallel, more threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,14 +74,8 @@ def test_refuses_what_cuda_refuses(device, case):
 def test_allows_what_cuda_allows(device, case):
     cpu = torch.randn(3, 3)
     result = ALLOWED[case](cpu, cpu.to(device))
-    assert (result.device, result.is_cuda, result.device.type) == (
-        torch.device("cuda:0"),
-        True,
-        "cuda",
-    )
-    assert torch.equal(
-        result.cpu(), ALLOWED[case](cpu, cpu.clone()) if "cuda" in case else result.cpu()
-    )
+    assert result.device == torch.device("cuda:0")
+    assert result.device.type == "cuda" and result.is_cuda and not result.is_cpu
 
 
 @pytest.mark.parametrize("convert", [lambda t: t.numpy(), np.asarray])
@@ -190,7 +184,6 @@ def differing(found, expected):
     return [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("network", NETWORKS)

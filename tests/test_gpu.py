@@ -24,7 +24,7 @@ import torch
 TESTS = Path(__file__).resolve().parent
 REAL = torch.cuda.is_available()
 
-# Flags of a run of a few seconds with two checkpoints, at `resumed_from` and at the end
+# Runs of a few seconds with a checkpoint in the middle
 ATARI = "--env-id BreakoutNoFrameskip-v4 --log-interval 1 --eval-episodes 1"
 SMALL = {
     "ppo_continuous": "--env-id Pendulum-v1 --num-envs 2 --num-steps 64 --num-minibatches 2 "
@@ -48,13 +48,13 @@ STEPS = {  # name -> (whether on the GPU, how the script is called)
     "evaluate the CPU's on the GPU": (True, "--evaluate cpu/model.pt"),
     "evaluate the GPU's on the CPU": (False, "--evaluate gpu/model.pt"),
 }
-# While it trains, the host waits for the GPU once a step of all environments (the actions), and
-# so often more per update (what goes into the logs, priorities): (steps per update, waits beyond)
+# In training the host waits for the GPU once per step of all environments, for the actions. Beyond
+# that it may wait a few times per update, for logs and priorities: (steps per update, these waits)
 WAITS = {
     "ppo_continuous": (64, 14),
-    "a2c_atari": (4, 14),
-    "dqn_per_atari": (4, 14),
-    "qmix_smac": (1, 4),
+    "a2c_atari": (4, 10),
+    "dqn_per_atari": (4, 10),
+    "qmix_smac": (1, 3),
 }
 
 
@@ -117,6 +117,8 @@ def tensors_of(content, name=""):
 
 
 def model_of(folder):
+    """All tensors of a run's model."""
+    assert (folder / "model.pt").exists(), "the step that writes it has failed"
     return tensors_of(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
 
 
@@ -140,15 +142,15 @@ def test_evaluation_equals_the_cpus(runs):
     _, path, _ = runs
     results = [json.loads((path / name / "result.json").read_text()) for name in ("cpu", "gpu")]
     if not REAL:
-        assert results[0]["returns"] == results[1]["returns"]
-    assert len(results[0]["returns"]) == len(results[1]["returns"])
+        assert results[0]["eval/episodic_return"] == results[1]["eval/episodic_return"]
+    assert all("eval/episodic_return" in result for result in results)
 
 
 @pytest.mark.skipif(REAL, reason="only the pretended GPU counts")
 def test_waits_for_the_gpu_no_more_than_documented(runs):
     script, folder, outcome = runs
-    if script not in WAITS:  # A3C's workers compute on the CPU
-        return
+    if script == "a3c_atari":
+        pytest.skip("its workers are other processes, which have counters of their own")
     waits = Counter(outcome["train on the GPU"]["transfers"])
     assert waits, "no tensor ever came back from the GPU: nothing was computed there"
     waits -= Counter(outcome["evaluate the CPU's on the GPU"]["transfers"])
