@@ -6,6 +6,7 @@ equal the CPU's to the bit; on a real one, nearly.
 """
 
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -101,11 +102,19 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module", params=SMALL)
 def runs(request, tmp_path_factory):
     """The script, the folder that its steps have left, and what happened in each."""
-    folder = tmp_path_factory.mktemp(request.param)
-    command = [sys.executable, str(TESTS / "test_gpu.py"), request.param]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert (folder / "steps.json").exists(), done.stderr[-3000:]
-    return request.param, folder, json.loads((folder / "steps.json").read_text())
+    script, root = request.param, tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # shared by the workers, of which one runs the steps
+    folder = root / f"gpu_{script}"
+    with open(root / f"gpu_{script}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            command = [sys.executable, str(TESTS / "test_gpu.py"), script]
+            with open(folder / "output", "w") as output:
+                subprocess.run(command, cwd=folder, stdout=output, stderr=output, timeout=300)
+    assert (folder / "steps.json").exists(), (folder / "output").read_text()[-3000:]
+    return script, folder, json.loads((folder / "steps.json").read_text())
 
 
 def tensors_of(content, name=""):
