@@ -284,10 +284,10 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     belongs to another episode ([TIME]).
     """
     delta = rewards + gamma * next_values * ~terminations - values
-    discount = gamma * gae_lambda * ~(terminations | truncations)
+    continues = ~(terminations | truncations)
     advantages, advantage = torch.zeros_like(delta), 0
     for t in reversed(range(len(delta))):
-        advantages[t] = advantage = delta[t] + discount[t] * advantage
+        advantages[t] = advantage = delta[t] + gamma * gae_lambda * advantage * continues[t]
     return advantages
 
 
@@ -590,6 +590,7 @@ def accelerate(act, update, args: Args):
     fails, a note says why, and the plain function takes over.
     """
     calls, layers, std, checked = 0, [], None, False
+    torch.compiler.reset()  # forget an earlier run in this process
 
     def mean_action(obs):
         for weight, bias in layers[:-1]:
@@ -602,7 +603,8 @@ def accelerate(act, update, args: Args):
             arrays = [parameter.detach().cpu().numpy() for parameter in agent.actor.parameters()]
             layers = list(zip(arrays[::2], arrays[1::2]))
             pair = np.concatenate([obs, -obs])
-            policy = agent.policy(torch.from_numpy(pair).to(device)).base_dist
+            with torch.random.fork_rng():
+                policy = agent.policy(torch.from_numpy(pair).to(device)).base_dist
             std, mean = policy.stddev.detach().cpu().numpy(), policy.mean.detach().cpu().numpy()
             np.testing.assert_allclose(mean_action(pair), mean, atol=1e-4)
             np.testing.assert_array_equal(std[1:], std[:-1])
