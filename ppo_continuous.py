@@ -46,6 +46,7 @@ import contextlib
 import copy
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -132,6 +133,9 @@ def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
 
         # Trap: otherwise MuJoCo 4 writes its warnings to MUJOCO_LOG.TXT
         mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
+    if multiprocessing.parent_process():  # with --async-envs: `main` handles Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
     except (ImportError, gym.error.Error) as error:
@@ -701,6 +705,9 @@ def main() -> None:
         sys.exit(f"error: {folder} is in use by another process")
     except (gym.error.Error, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
+    finally:
+        for process in multiprocessing.active_children():
+            process.terminate()
 
 
 if __name__ == "__main__":
