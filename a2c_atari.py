@@ -1,681 +1,640 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch==2.13.0", "gymnasium==1.3.0", "ale-py==0.12.1", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
-#     "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1", "huggingface-hub==2.4.0",
+#     "torch==2.13.0", "gymnasium==1.3.0", "ale-py==0.12.1", "numpy==2.4.6", "tyro==1.0.17",
+#     "tqdm", "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1", "huggingface-hub==2.4.0",
 # ]
 # ///
 r"""Advantage actor-critic (A2C) on Atari: the synchronous, batched variant of A3C.
 
-The policy plays `num_steps` steps in every environment. An action's return is the sum of its discounted rewards up to a
-termination, or up to the end of the rollout, and then the discounted value of the observation there. One step of
-gradient descent raises the probability of actions whose return exceeded the value function, lowers that of the others,
-fits the value function, and keeps the entropy up.
+The policy acts for `num_steps` steps in all environments. An action's return is the discounted sum
+of the following rewards, bootstrapped with the value of the last observation. One gradient step
+makes actions more likely whose return exceeded the value, fits the values to the returns, and adds
+an entropy bonus that encourages exploration.
 
-[A3C]   Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", ICML, arXiv:1602.01783
+[A3C]   Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", arXiv:1602.01783
 [DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
-[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation",
-        arXiv:1506.02438
-[TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
-[ALE]   Machado et al. 2018, "Revisiting the arcade learning environment", JAIR 61, arXiv:1709.06009
-[PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
-[37]    Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
+[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
+        estimation", arXiv:1506.02438
+[TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", arXiv:1712.00378
 
-    symbol          variable           shape            meaning (T num_steps, N num_envs, B = T * N)
-    s_t             next_obs           (N, 4, 84, 84)   the last four frames, uint8, one per agent step
-    a_t             actions            (T, N)           index among the environment's actions
-    r_t             rewards            (T, N)           reward, its sign only; what is logged is the episode's score
-    R_t             returns            (T, N)           n-step return, [A3C] Alg. S3
-    A               advantages         (T, N)           R_t - V(s_t), [A3C] Sec. 4; with lambda < 1 [GAE] Eq. (16)
-    \pi(a|s)        logits             (B, num_actions) before the softmax
-    V(s)            values             (T, N)           value function
-    H               entropy            ()               entropy of the policy
-    \beta           ent_coef                            weight of the entropy, [A3C] Sec. 4
-    t_max           num_steps                           length of a rollout
-    g               square_avg                          moving average of the squared gradient, [A3C] Sec. 4
+    symbol         variable    shape           meaning (T num_steps, N num_envs)
+    s_t            obs         (N, 4, 84, 84)  the last four frames, one per agent step
+    s_{t+1}        next_obs    (N, 4, 84, 84)  next observation (the final one at an episode's end)
+    a_t            actions     (N,)            sampled action
+    r_t            rewards     (T, N)          reward, clipped to its sign; at truncation + gamma V
+    R_t            returns     (T, N)          n-step return, [A3C] Alg. S3
+    V(s_t)         values      (T, N)          value estimate
+    \log\pi(a|s)   logprobs    (T, N)          log-probability of the sampled action
+    H(\pi(s))      entropies   (T, N)          entropy of the policy
+    \beta          ent_coef                    weight of the entropy bonus, [A3C] Sec. 4
+    g              square_avg                  average of squared gradients, [A3C] Sec. 4
 
-Where this differs from common practice, and why:
-  * RMSprop is TensorFlow's: epsilon inside the root, the average starts at one. PyTorch's (`--torch-rmsprop`) makes
-    the first steps thousands of times as large, and later ones 30 times where gradients are near 1e-4.
-  * A lost life ends the return, not the episode, and the stack of frames goes on. On the first step of each life FIRE
-    is pressed for the agent: an environment like Breakout would otherwise wait for ever for a policy that has forgotten
-    to. The policy gets no credit for it; such a step still fits the value function and counts in the entropy.
-  * [A3C] itself has one worker per environment without a lock, a smaller network, a learning rate that falls to zero
-    (`--anneal-lr`), sums over the rollout where this has means, and no clipping of the gradient.
-  * A time limit is not a failure: at a truncation the value of the last observation is bootstrapped ([TIME]).
-  * ale-py preprocesses: the maximum of two frames is taken of grey values (Stable-Baselines3's of colours), and the
-    first stack of an episode is padded with zeros.
-  * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
-    `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
-  * At each checkpoint new episodes begin and random numbers restart, with seeds made of (seed, global_step), since
-    the vectorised emulator cannot save its state. So resuming is exact to the bit.
+Differences from common implementations (reasons: docs/a2c_atari.md):
+  * RMSprop is TensorFlow's: epsilon is inside the root and the average starts at one. The first
+    steps of PyTorch's (`--torch-rmsprop`) are thousands of times larger.
+  * A lost life ends the return, not the episode. On the first step of each life FIRE is pressed,
+    because Breakout stalls if the policy never does; the policy loss masks out these steps.
+  * [A3C] has a smaller network, anneals the learning rate (`--anneal-lr`), sums where this
+    averages, and does not clip gradients.
+  * Truncated episodes bootstrap from the value of their final observation ([TIME]): it is added to
+    the last reward. In ale-py 0.12.1 the newest frame of that observation is stale.
+  * ale-py takes the maximum over two gray frames (Stable-Baselines3: over colors) and pads the
+    first frame stack of an episode with zeros.
+  * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
-`torchrun` divides the environments among processes, the ranks. Scores and speeds: README.md.
-
-    python a2c_atari.py --env-id BreakoutNoFrameskip-v4            # writes runs/BreakoutNoFrameskip-v4__a2c_...
-    python a2c_atari.py --resume runs/BreakoutNoFrameskip-v4__...   # continues an interrupted run, exactly
-    python a2c_atari.py --evaluate runs/BreakoutNoFrameskip-v4__.../model.pt --eval-episodes 20
+    python a2c_atari.py --env-id BreakoutNoFrameskip-v4  # writes runs/BreakoutNoFrameskip-v4__...
+    python a2c_atari.py --resume runs/...                # resumes an interrupted run
+    python a2c_atari.py --evaluate runs/...              # evaluates a trained policy
 """
 
-import atexit
 import contextlib
 import ctypes
-import dataclasses
 import json
 import math
 import os
-import platform
+import random
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 import zipfile
 from collections import deque
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import ale_py
+# Trap: by default OpenMP's threads spin while they wait; on a loaded machine all of them stall
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.nn as nn
 import tyro
+from ale_py import Action
 from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
+from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 
-@dataclasses.dataclass
+@dataclass
 class Args:
     """Advantage actor-critic on Atari."""
 
-    env_id: str = "BreakoutNoFrameskip-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 with sticky actions
-    total_timesteps: int = 10_000_000  # agent steps of the run, four frames each (rounded up to whole batches)
-    num_envs: int = 16  # N: environments played side by side
-    num_steps: int = 5  # t_max: agent steps in each environment between updates
+    env_id: str = "BreakoutNoFrameskip-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 (sticky actions)
+    total_timesteps: int = 10_000_000  # agent steps (four frames), rounded up to whole rollouts
+    num_envs: int = 16  # N: parallel environments
+    num_steps: int = 5  # t_max: steps per environment and update
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 1.0  # lambda of generalised advantage estimation; 1 is the paper's n-step return
-    episodic_life: bool = True  # whether a lost life ends the return (the episode goes on)
-    bootstrap_truncation: bool = True  # whether to bootstrap an episode that its time limit ended
+    gae_lambda: float = 1.0  # lambda of the lambda-return; 1 is the paper's n-step return
+    episodic_life: bool = True  # end the return at a lost life
+    bootstrap_truncation: bool = True  # bootstrap at truncation
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the squared value error, without a factor 1/2
-    learning_rate: float = 7e-4  # step size of RMSprop
-    anneal_lr: bool = False  # whether the learning rate falls linearly to zero over the run (extended, it rises again)
-    max_grad_norm: float = 0.5  # norm to which gradients are clipped
-    rmsprop_alpha: float = 0.99  # share of the old average of squared gradients in the new
-    rmsprop_eps: float = 1e-5  # added to the average of squared gradients (with --torch-rmsprop: to its root)
-    torch_rmsprop: bool = False  # whether RMSprop is PyTorch's instead of TensorFlow's
-    conv3_filters: int = 64  # filters of the third convolution (64: as in DQN; 32: as in OpenAI's first A2C)
-    greedy: bool = False  # whether the evaluation plays the likeliest action instead of sampling the policy
-    bf16: bool = False  # whether the network computes in bfloat16: faster on some processors, far slower on others
-    env_threads: int = 0  # threads of the emulator (0: as many as there are cores)
-    log_interval: int = 100  # updates between points of the losses in the log
+    learning_rate: float = 7e-4  # RMSprop's step size
+    anneal_lr: bool = False  # anneal the learning rate linearly to zero
+    max_grad_norm: float = 0.5  # gradient clipping norm
+    rmsprop_alpha: float = 0.99  # decay rate of the average of squared gradients
+    rmsprop_eps: float = 1e-5  # added to that average (with --torch-rmsprop: to its root)
+    torch_rmsprop: bool = False  # use PyTorch's RMSprop
+    frame_stack: int = 4  # frames per observation
+    conv3_filters: int = 64  # filters of the third convolution (OpenAI Baselines: 32)
+    bf16: bool = False  # compute in bfloat16 (faster on some processors, far slower on others)
+    greedy: bool = False  # evaluate the greedy policy instead of sampling actions
+    env_threads: int = 0  # the emulator's threads (0: one per core)
+    log_interval: int = 100  # how often to log losses (in updates)
 
-    exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
-    seed: int = 1  # seed of the parameters, the actions and the environments
-    torch_deterministic: bool = True  # whether cuDNN must be deterministic
-    cuda: bool = True  # whether to compute on the GPU, if there is one
-    torch_threads: int = 2  # threads of torch on the CPU; two gain on a quiet machine and lose much on a busy one
-    compile: bool = False  # whether to compile the network (takes up to a minute, needs a C++ compiler on the CPU)
-    track: bool = False  # whether to track the run with Weights & Biases
-    wandb_project_name: str = "deep-rl-reference"  # project of the tracked run
-    wandb_entity: str | None = None  # entity (user or team) of the tracked run
-    capture_video: bool = False  # whether to record the first episode after each checkpoint and of the evaluation
-    save_model: bool = True  # whether to save the trained model as model.pt in the run folder
-    upload_model: bool = False  # whether to upload the model to the Hugging Face hub
-    hf_entity: str | None = None  # user or organisation on the Hugging Face hub (default: yours)
-    checkpoint_interval: int = 500_000  # agent steps of all environments between checkpoints, where new episodes begin
-    run_folder: str | None = None  # start the run in this folder, or continue the one that it holds
-    resume: str | None = None  # continue the run in this folder from its newest checkpoint, with its arguments
-    evaluate: str | None = None  # do not train: play episodes with this model.pt, checkpoint or run folder
-    eval_episodes: int = 10  # whole episodes of the evaluation
+    exp_name: str = Path(__file__).stem  # experiment name, part of the run folder's name
+    seed: int = 1  # seed of all random generators
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    cuda: bool = True  # use the GPU, if there is one
+    torch_threads: int = 2  # PyTorch's CPU threads
+    track: bool = False  # track the run with Weights & Biases
+    wandb_project_name: str = "deep-rl-reference"  # W&B project
+    wandb_entity: str | None = None  # W&B entity
+    capture_video: bool = False  # record an episode after each checkpoint and in evaluation
+    save_model: bool = True  # save the final model as model.pt
+    upload_model: bool = False  # upload the final model to the Hugging Face Hub
+    hf_entity: str | None = None  # user or organization on the Hub
+    checkpoint_interval: int = 500_000  # steps between checkpoints
+    run_folder: str | None = None  # start a run in this folder, or resume the one it holds
+    resume: str | None = None  # resume the run in this folder
+    evaluate: str | None = None  # evaluate the model in this file or run folder
+    eval_episodes: int = 10  # evaluation episodes
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            least = 0 if name in ("seed", "env_threads") else 1
-            if type(value) is int and value < least:
-                sys.exit(f"error: --{name.replace('_', '-')} must be at least {least}")
-        if not 0 < self.learning_rate < 1e38:
-            sys.exit("error: --learning-rate must be positive, and small enough for float32")
+    def check(self) -> None:
+        """Exit on values that would silently train something else than intended."""
+        size, counts = self.num_envs * self.num_steps, (self.log_interval, self.eval_episodes)
+        if min(size, self.total_timesteps, *counts, self.env_threads + 1, self.seed + 1) < 1:
+            sys.exit("error: steps and episodes must be positive, the seed not negative")
+        if size > self.checkpoint_interval:
+            sys.exit(f"error: --checkpoint-interval is below the batch size of {size}")
 
 
-def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv:
-    """Make environments with observations (N, 4, 84, 84) in uint8, or in colour (N, 1, 210, 160, 3), for a video."""
-    spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
+def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
+    """Make parallel environments. Replace this to train on something else.
+
+    Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
+    episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
+    holds the final one. With `color`, observations are video frames (N, 1, 210, 160, 3).
+    """
+    try:
+        spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
+    except (ImportError, gym.error.Error) as error:
+        sys.exit(f"error: cannot make {args.env_id}: {error}")
     if not isinstance(spec.get("frameskip"), int):
-        sys.exit(f"error: {args.env_id} is not an Atari environment of this kind: NameNoFrameskip-v4 or ALE/Name-v5")
+        sys.exit(f"error: {args.env_id} is neither NameNoFrameskip-v4 nor ALE/Name-v5")
     return AtariVectorEnv(
         game=spec["game"],
         num_envs=num_envs,
         num_threads=args.env_threads,
         repeat_action_probability=spec["repeat_action_probability"],
         frameskip=4,
-        maxpool=True,  # over the last two frames: sprites flicker ([DQN] Methods)
-        grayscale=not colour,
-        img_height=210 if colour else 84,
-        img_width=160 if colour else 84,
-        stack_num=1 if colour else 4,
-        noop_max=30,  # an episode begins with fewer than 30 idle frames
+        maxpool=True,  # over the last two frames, because sprites flicker ([DQN] Methods)
+        grayscale=not color,
+        img_height=210 if color else 84,
+        img_width=160 if color else 84,
+        stack_num=1 if color else args.frame_stack,
+        noop_max=30,
         use_fire_reset=True,
-        max_num_frames_per_episode=108_000,  # half an hour of play, then the episode is truncated
+        max_num_frames_per_episode=108_000,  # 30 minutes of play
         reward_clipping=False,  # Trap: True, the default, loses the score
-        episodic_life=False,  # Trap: True begins a new episode at each lost life
-        life_loss_info=True,  # this one terminates at a lost life and lets the episode go on
-        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,  # no row of a reset ever looks like a step
+        episodic_life=False,  # Trap: True restarts the game at each lost life
+        life_loss_info=True,  # a lost life terminates, and the game goes on
+        autoreset_mode=AutoresetMode.SAME_STEP,
     )
 
 
 class AtariEnvs:
-    """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
+    """Parallel Atari environments that press FIRE on the first step of each life.
 
-    `first`, 0 but in A2C's later ranks, is the number of the first environment here; the seeds follow these numbers.
-    `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
-    `finished` lists the episodes that it ended: (environment, score, length), unclipped and in agent steps.
+    `fire` (N,) marks where the next step presses FIRE instead of the given action,
+    `executed_actions` (N,) are those of the last step. `episodes` maps environments to the (return,
+    length) of episodes that the last step ended: unclipped, over all lives, in agent steps.
     """
 
-    def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
-        self.args, self.num_envs, self.run_folder, self.name, self.first = args, num_envs, run_folder, name, first
+    def __init__(self, args: Args, num_envs: int) -> None:
+        self.args, self.num_envs = args, num_envs
         self.envs = make_atari(args, num_envs)
-        buttons = list(self.envs.ale.get_action_set())
-        self.num_actions = len(buttons)
-        self.fire_action = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
-        self.recent_scores = deque(maxlen=100)
+        self.obs_shape = self.envs.single_observation_space.shape
+        self.num_actions = int(self.envs.single_action_space.n)
+        action_set = self.envs.ale.get_action_set() if hasattr(self.envs, "ale") else []
+        self.fire_action = action_set.index(Action.FIRE) if Action.FIRE in action_set else None
 
-    def reset(self, *key: int) -> np.ndarray:
-        """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, C, H, W)."""
-        seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.first + self.num_envs)
-        self.seeds = seeds[self.first :] >> 1  # 31 bits
-        obs, info = self.envs.reset(seed=self.seeds.astype(int))
-        self.frames = info["episode_frame_number"]
+    def reset(self, seed: int, video_folder: Path | None) -> np.ndarray:
+        """Reset the environments. Returns observations (N, C, H, W)."""
+        self.seeds = (seed + np.arange(self.num_envs)) % 2**31
+        obs, info = self.envs.reset(seed=self.seeds)
+        self.returns, self.lengths, no_frames = np.zeros((3, self.num_envs))
+        self.frames = info.get("episode_frame_number", no_frames)
         self.fire = np.full(self.num_envs, self.fire_action is not None)
-        self.scores, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
-        self.video = f"{self.name}-{key[0]}.mp4"
-        self.recorded = [] if self.args.capture_video and self.first == 0 else None  # actions of the first episode
+        self.video_folder, self.video_actions = video_folder, []
         return obs
 
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Play one step with actions (N,).
+    def step(self, actions: np.ndarray) -> tuple:
+        """Step with actions (N,).
 
-        Returns observations to act on next (N, C, H, W), those that the actions led to (others where an episode ended),
-        rewards, clipped to their sign, terminations (with `episodic_life` at a lost life too), truncations (N,).
+        Returns the observations to act on, the next observations of the transitions (N, C, H, W),
+        rewards clipped to their sign, terminations (with `episodic_life` at a lost life too),
+        truncations (N,), and info. At an episode's end, the two observations differ.
         """
-        # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
-        self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
-        next_obs, rewards, terminations, truncations, info = self.envs.step(self.played)
-        # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames start over
-        over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
-        self.frames = info["episode_frame_number"]
-        self.fire = (terminations | truncations) & (self.fire_action is not None)
-        terminations = terminations & (over | self.args.episodic_life)
-        successors = np.where(over[:, None, None, None], info["final_obs"], next_obs) if over.any() else next_obs
-        self.scores += rewards
+        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
+        self.executed_actions = np.where(self.fire, self.fire_action or 0, actions)
+        obs, rewards, terminations, truncations, info = self.envs.step(self.executed_actions)
+        self.returns += rewards
         self.lengths += 1
-        self.finished = [(i, float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(over)]
-        self.recent_scores.extend(score for _, score, _ in self.finished)
-        self.scores[over] = self.lengths[over] = 0
-        if self.recorded is not None:
-            self.recorded.append(int(self.played[0]))
-            if over[0]:
-                self.record()
-        return next_obs, successors, np.sign(rewards).astype(np.float32), terminations, truncations
+        dones = terminations | truncations
+        self.fire = dones & (self.fire_action is not None)
+        # Trap: a lost life terminates too, and info["lives"] is already the next episode's; but
+        # the frame counter decreases only at an episode's end
+        frames = info.get("episode_frame_number", self.frames)
+        episode_over, self.frames = dones & (frames <= self.frames), frames
+        if not self.args.episodic_life:
+            terminations = terminations & episode_over
+        if self.video_folder:
+            self.video_actions.append(self.executed_actions[:1])
+            if episode_over[0]:
+                self.record_video()
+        ended = np.flatnonzero(episode_over)
+        self.episodes = {i: (self.returns[i], self.lengths[i]) for i in ended}
+        next_obs = obs
+        if self.episodes:
+            next_obs = obs.copy()
+            next_obs[ended] = np.stack(info["final_obs"][ended])
+            self.returns[ended] = self.lengths[ended] = 0
+        return obs, next_obs, np.sign(rewards, dtype=np.float32), terminations, truncations, info
 
-    def record(self) -> None:
-        """Play the first episode again in colour, from its seed and actions, into a video in the run folder."""
+    def record_video(self) -> None:
+        """Replay the first environment's episode in color from its seed and executed actions."""
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
 
-        (self.run_folder / "videos").mkdir(exist_ok=True)
-        envs = make_atari(self.args, 1, colour=True)
-        frames, _ = envs.reset(seed=self.seeds[:1].astype(int))
-        with FFMPEG_VideoWriter(str(self.run_folder / "videos" / self.video), (320, 420), fps=15) as video:
-            for action in self.recorded:  # frame by frame: an episode may be long
+        self.video_folder.mkdir(parents=True, exist_ok=True)
+        envs = make_atari(self.args, 1, color=True)
+        frames, _ = envs.reset(seed=self.seeds[:1])
+        with FFMPEG_VideoWriter(f"{self.video_folder}/episode-0.mp4", (320, 420), fps=15) as video:
+            for action in self.video_actions:
                 video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))
-                frames, *_ = envs.step(np.array([action]))
-        self.recorded = None
+                frames, *_ = envs.step(action)
+        envs.close()
+        self.video_folder = None  # only the first episode is recorded
 
 
-def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
-    """Orthogonal weights with gain `std`, zero bias ([37], core detail 2)."""
-    nn.init.orthogonal_(layer.weight, std)
+def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
+    """Orthogonal weights and zero biases, as in OpenAI Baselines."""
+    nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class Agent(nn.Module):
-    """Policy and value function on one convolutional trunk ([DQN] Methods, with two heads as in [A3C] Sec. 4)."""
+    """Policy and value heads on one convolutional trunk ([DQN] Methods, [A3C] Sec. 4)."""
 
-    def __init__(self, num_actions: int, conv3_filters: int = 64, bf16: bool = False) -> None:
+    def __init__(self, obs_shape: tuple, num_actions: int, conv3_filters: int = 64) -> None:
         super().__init__()
-        self.bf16 = bf16  # whether to compute in bfloat16; the parameters stay float32
         self.convolutions = nn.Sequential(
-            layer_init(nn.Conv2d(4, 32, 8, stride=4)),  # (B, 32, 20, 20)
+            layer_init(nn.Conv2d(obs_shape[0], 32, 8, stride=4)),
             nn.ReLU(),
-            layer_init(nn.Conv2d(32, 64, 4, stride=2)),  # (B, 64, 9, 9)
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(),
-            layer_init(nn.Conv2d(64, conv3_filters, 3, stride=1)),  # (B, conv3_filters, 7, 7)
+            layer_init(nn.Conv2d(64, conv3_filters, 3, stride=1)),
             nn.ReLU(),
             nn.Flatten(),
         )
-        self.linear = nn.Sequential(layer_init(nn.Linear(conv3_filters * 7 * 7, 512)), nn.ReLU())
-        self.policy_head = layer_init(nn.Linear(512, num_actions), std=0.01)  # Detail: at first nearly uniform
-        self.value_head = layer_init(nn.Linear(512, 1), std=1.0)
+        num_features = self.convolutions(torch.zeros(1, *obs_shape)).shape[1]
+        self.linear = nn.Sequential(layer_init(nn.Linear(num_features, 512)), nn.ReLU())
+        self.policy_head = layer_init(nn.Linear(512, num_actions), 0.01)  # Detail: nearly uniform
+        self.value_head = layer_init(nn.Linear(512, 1), 1.0)
 
-    def features(self, obs: torch.Tensor) -> torch.Tensor:
-        """What the convolutions make (B, conv3_filters * 49) of observations (B, 4, 84, 84) in uint8."""
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            # channels_last: the layout that convolutions like on the CPU; converted while still uint8
-            obs = obs.contiguous(memory_format=torch.channels_last)
-            return self.convolutions(obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255))
-
-    def heads(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (B, num_actions) and values (B,) of features."""
-        with torch.autocast(features.device.type, torch.bfloat16, enabled=self.bf16):
-            hidden = self.linear(features)
-            return self.policy_head(hidden).float(), self.value_head(hidden).squeeze(-1).float()
-
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and values of observations."""
-        return self.heads(self.features(obs))
+    def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
+        """pi(.|s) and V(s) (B,) of observations (B, C, H, W) in uint8."""
+        obs = obs.contiguous(memory_format=torch.channels_last)  # the faster layout on the CPU
+        hidden = self.linear(self.convolutions(obs.float() / 255))
+        logits, values = self.policy_head(hidden).float(), self.value_head(hidden).float()
+        return Categorical(logits=logits, validate_args=False), values.squeeze(-1)
 
 
-def sample(logits: torch.Tensor, gumbel_noise: np.ndarray) -> np.ndarray:
-    """One action (N,) per row of logits: argmax of logits plus Gumbel noise is a draw from their softmax."""
-    return (logits.cpu().numpy() + gumbel_noise).argmax(axis=1)
+def compute_returns(rewards, values, last_value, dones, gamma, gae_lambda=1.0) -> Tensor:
+    r"""Returns (T, N) from tensors (T, N) and the value (N,) of the observation after the rollout.
 
-
-def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda) -> np.ndarray:
-    r"""Generalised advantage estimates of arrays (T, N), or (T,) of one environment.
-
-    \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, summed to the end of the episode or of the batch, [GAE] Eq. (16)
-    \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V is 0 after a termination, [PPO] Eq. (12)
-
-    `next_values` is V of the observation that the action led to, not of the next row: after a truncation the next row
-    belongs to another episode. A termination cuts the bootstrap and the sum, a truncation the sum only ([TIME]).
+    R = V(s_T) at first, then R = r_t + \gamma R, or r_t where `dones` ([A3C] Alg. S3). With
+    gae_lambda < 1, R - V is that of [GAE] Eq. (16).
     """
-    advantages = np.zeros_like(rewards)
-    last_gae = np.zeros_like(rewards[0])
-    delta = rewards + gamma * next_values * ~terminations - values
-    discount = gamma * gae_lambda * ~(terminations | truncations)
+    next_values = torch.cat([values[1:], last_value[None]])
+    returns, R = torch.zeros_like(rewards), last_value
     for t in reversed(range(len(rewards))):
-        advantages[t] = last_gae = delta[t] + discount[t] * last_gae
-    return advantages
+        R = gae_lambda * R + (1 - gae_lambda) * next_values[t]
+        R = rewards[t] + gamma * R * ~dones[t]
+        returns[t] = R
+    return returns
 
 
-def a2c_loss(logits, values, actions, chosen, advantages, returns, args) -> tuple[torch.Tensor, dict]:
-    r"""The loss to be minimised (), and its metrics {name: ()}. Tensors (B,), logits (B, num_actions).
+def a2c_loss(logprobs, values, entropies, returns, policy_mask, args) -> tuple[Tensor, dict]:
+    r"""The loss, to be minimized, and metrics, all of shape (), from tensors (T, N).
 
-    -\log\pi(a|s) A - \beta H(\pi(s)) + vf_coef (R - V)^2, averaged. The policy's gradient is minus that of [A3C] Sec. 4
-    (which ascends), the value's is that of Alg. S3 times vf_coef. `advantages` and `returns` are constants. `chosen`
-    is 0 where FIRE was pressed for the agent, which is not its merit.
+    -\log\pi(a|s) (R - V) - \beta H(\pi(s)) + vf_coef (R - V)^2, averaged ([A3C] Sec. 4, Alg. S3).
+    Advantages are constants. `policy_mask` is 0 where FIRE was pressed instead.
     """
-    log_probs = logits.log_softmax(dim=-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
-    policy_loss = -(advantages * chosen * log_probs.gather(1, actions[:, None]).squeeze(1)).mean()
+    advantages = (returns - values).detach()
+    policy_loss = -(policy_mask * logprobs * advantages).mean()
     value_loss = (returns - values).square().mean()
+    entropy = entropies.mean()
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
-    return loss, {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+    metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+    return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 
 class RMSprop(torch.optim.Optimizer):
-    r"""RMSprop without momentum, [A3C] Sec. 4 (g starts at one, as in TensorFlow):
+    r"""TensorFlow's RMSprop without momentum ([A3C] Sec. 4). g starts at one.
 
-    g = \alpha g + (1 - \alpha) \Delta\theta^2,   \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
+    g = \alpha g + (1 - \alpha) \Delta\theta^2
+    \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
     """
 
-    def __init__(self, parameters, args: Args) -> None:
-        super().__init__(parameters, {"lr": args.learning_rate})
-        self.args = args
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["square_avg"] = torch.full_like(parameter, 0.0 if args.torch_rmsprop else 1.0)
+    def __init__(self, params, lr: float, alpha: float = 0.99, eps: float = 1e-5) -> None:
+        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps})
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move every parameter against its gradient."""
-        alpha, eps = self.args.rmsprop_alpha, self.args.rmsprop_eps
-        for parameter in self.param_groups[0]["params"]:
-            square_avg = self.state[parameter]["square_avg"]
-            square_avg.mul_(alpha).addcmul_(parameter.grad, parameter.grad, value=1 - alpha)
-            root = square_avg.sqrt().add_(eps) if self.args.torch_rmsprop else (square_avg + eps).sqrt_()
-            parameter.addcdiv_(parameter.grad, root, value=-self.param_groups[0]["lr"])
+        for group in self.param_groups:
+            alpha, eps, lr = group["alpha"], group["eps"], group["lr"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                grad, state = parameter.grad, self.state[parameter]
+                if not state:
+                    state["square_avg"] = torch.ones_like(parameter)
+                square_avg = state["square_avg"].mul_(alpha).addcmul_(grad, grad, value=1 - alpha)
+                parameter.addcdiv_(grad, (square_avg + eps).sqrt_(), value=-lr)
 
 
-def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
-    """Train from the beginning or from a checkpoint. Raises FloatingPointError where a gradient is not finite."""
-    first, N = join_ranks(args)  # N environments from number `first` on: all, or this rank's share under torchrun
-    T, batch_size = args.num_steps, args.num_steps * args.num_envs
+def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: tuple, args: Args) -> dict:
+    """Take one gradient step on a rollout, the tensors of a2c_loss. Returns metrics."""
+    loss, metrics = a2c_loss(*rollout, args)
+    optimizer.zero_grad()
+    loss.backward()
+    metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return metrics
+
+
+def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
+    """Train from scratch or from a checkpoint. Raises FloatingPointError on infinite gradients."""
+    args.check()
+    T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     speed_up_cpu()
-    torch.manual_seed(args.seed)  # the parameters
-    envs = AtariEnvs(args, N, run_folder, first=first)
-    agent = Agent(envs.num_actions, args.conv3_filters, args.bf16).to(device)
-    optimizer = RMSprop(agent.parameters(), args)
-    if args.compile:
-        agent.features, agent.heads = torch.compile(agent.features), torch.compile(agent.heads)
+    seed_everything(args.seed, 0)
+    envs = AtariEnvs(args, N)
+    agent = Agent(envs.obs_shape, envs.num_actions, args.conv3_filters).to(device)
+    optimizer_class = torch.optim.RMSprop if args.torch_rmsprop else RMSprop
+    options = {"lr": args.learning_rate, "alpha": args.rmsprop_alpha, "eps": args.rmsprop_eps}
+    optimizer = optimizer_class(agent.parameters(), **options)
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
 
-    parts = {"agent": agent, "optimizer": optimizer}  # all that the rest of a run depends on
-    global_step = start = share(parts, restore(parts, checkpoint) if checkpoint else 0)  # all ranks begin as the first
+    parts = {"agent": agent, "optimizer": optimizer}  # everything a checkpoint must hold
+    global_step = start = restore(parts, checkpoint) if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
-    run = Run(args, run_folder, checkpoint, parts, last_step) if first == 0 else SilentRun()
-
-    actions = np.zeros((T, N), int)
-    chosen, rewards, values, next_values = np.zeros((4, T, N), np.float32)
-    terminations, truncations = np.zeros((2, T, N), bool)
+    run = Run(args, folder, checkpoint, parts, last_step)
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
-            next_obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
-            rng = np.random.default_rng([args.seed, global_step])  # and new random numbers
-        learning_rate = args.learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
+            seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
+            videos = folder / "videos" / str(global_step) if args.capture_video else None
+            obs = envs.reset(seed, videos)
+        for group, learning_rate in zip(optimizer.param_groups, learning_rates):
+            group["lr"] = learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
 
-        # Collect T steps in each environment with the policy held fixed: [A3C] Alg. S3, the inner "repeat"
-        b_features = []
-        gumbel_noise = rng.gumbel(size=(T, args.num_envs, envs.num_actions))[:, first : first + N]
-        with torch.no_grad():
+        # Collect T steps in each environment, keeping their graph: [A3C] Alg. S3, inner "repeat"
+        logprobs, values, entropies = [], [], []
+        rewards, policy_mask = np.zeros((2, T, N), np.float32)
+        dones = np.zeros((T, N), bool)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             for t in range(T):
-                # Keep the graph: until the update the parameters stay as they are, so it can use these features again
-                with torch.enable_grad():
-                    b_features.append(agent.features(torch.from_numpy(next_obs).to(device)))  # uint8 across the bus
-                logits, value = agent.heads(b_features[t])
-                values[t] = value.cpu().numpy()
-                actions[t], chosen[t] = sample(logits, gumbel_noise[t]), ~envs.fire
-                next_obs, successors, rewards[t], terminations[t], truncations[t] = envs.step(actions[t])
-                global_step += args.num_envs
-                if truncations[t].any():  # the next row is another episode's
-                    next_values[t] = agent(torch.from_numpy(successors).to(device))[1].cpu().numpy()
-                for _, score, length in envs.finished:
-                    run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
-            last_value = agent(torch.from_numpy(next_obs).to(device))[1].cpu().numpy()
+                policy, value = agent(torch.from_numpy(obs).to(device))
+                actions = policy.sample()
+                logprobs.append(policy.log_prob(actions))
+                values.append(value)
+                entropies.append(policy.entropy())
+                policy_mask[t] = ~envs.fire
+                transition = envs.step(actions.cpu().numpy())
+                obs, next_obs, rewards[t], terminations, truncations, _ = transition
+                dones[t] = terminations | truncations
+                truncations = truncations & ~terminations
+                if args.bootstrap_truncation and truncations.any():  # [TIME]
+                    with torch.no_grad():
+                        _, final_value = agent(torch.from_numpy(next_obs).to(device))
+                    rewards[t] += args.gamma * final_value.cpu().numpy() * truncations
+                global_step += N
+                run.log_episodes(global_step, envs.episodes)
+            with torch.no_grad():
+                _, last_value = agent(torch.from_numpy(obs).to(device))
 
-        # Returns: [A3C] Alg. S3, R = V(s_t) at the end of the rollout, 0 after a terminal state, then R = r_i + gamma R
-        # (GAE with lambda = 1 sums up to R - V(s_t))
-        next_values = np.where(truncations, next_values, np.concatenate([values[1:], last_value[None]]))
-        ends = terminations if args.bootstrap_truncation else terminations | truncations
-        advantages = compute_gae(rewards, values, next_values, ends, truncations, args.gamma, args.gae_lambda)
-        returns = advantages + values
-        batch = (torch.from_numpy(x).view(-1).to(device) for x in (actions, chosen, advantages, returns))
+        # Compute the returns: [A3C] Alg. S3, R = r_i + gamma R
+        logprobs, values, entropies = map(torch.stack, (logprobs, values, entropies))
+        arrays = (rewards, policy_mask, dones)
+        rewards, policy_mask, dones = [torch.from_numpy(x).to(device) for x in arrays]
+        targets = (rewards, values.detach(), last_value, dones)
+        returns = compute_returns(*targets, args.gamma, args.gae_lambda)
 
-        # One step of gradient descent on the whole rollout: [A3C] Alg. S3, the gradients and the update
-        logits, new_values = agent.heads(torch.cat(b_features))
-        loss, metrics = a2c_loss(logits, new_values, *batch, args)
-        optimizer.zero_grad()
-        loss.backward()
-        average_gradients(agent)  # over the ranks
-        metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        if not metrics["grad_norm"].isfinite():
-            raise FloatingPointError(f"the gradient is not finite at step {global_step:,}")
-        optimizer.param_groups[0]["lr"] = learning_rate
-        optimizer.step()
+        # Take one gradient step: [A3C] Alg. S3, the gradients and the update
+        rollout = (logprobs, values, entropies, returns, policy_mask)
+        metrics = update(agent, optimizer, rollout, args)
+        if not math.isfinite(metrics["grad_norm"]):
+            raise FloatingPointError(f"the gradient is not finite at step {global_step}")
 
         if global_step // batch_size % args.log_interval == 0 or global_step >= last_step:
-            metrics["explained_variance"] = 1 - np.var(advantages) / max(np.var(returns), 1e-12)
-            run.log(global_step, {f"losses/{name}": metric for name, metric in metrics.items()})
-            run.log(global_step, {"charts/learning_rate": learning_rate})
-            run.progress(global_step, envs.recent_scores)
+            metrics["explained_variance"] = 1 - (returns - values.detach()).var() / returns.var()
+            run.log(global_step, {f"losses/{name}": value for name, value in metrics.items()})
+            run.log(global_step, {"charts/learning_rate": group["lr"]})
+            run.progress(global_step)
 
-    leave_ranks()
+    envs.envs.close()
     run.finish(global_step, "agent")
 
 
-# ----- The run: evaluation, checkpoints, logs and sharing. Nothing below this line belongs to the algorithm. -----
+# ----- The run: evaluation, checkpoints, logging. Nothing below belongs to the algorithm. -----
 
 SCRIPT = "a2c_atari"
-PACKAGES = ("torch", "gymnasium", "ale-py", "numpy")  # whose versions go into result.json
+EVAL_STEPS = 100_000  # where evaluation episodes are cut off
 
 
 @torch.no_grad()
-def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]]:
-    """Play `args.eval_episodes` whole episodes side by side, and print their scores: unclipped, all lives together.
-
-    `model` is a checkpoint or what model.pt holds. Returns the scores. Actions are sampled, or the likeliest with
-    `--greedy`. The episodes depend on the seed and on the model's step; none of them is one of training's.
-    """
+def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
+    """Unclipped returns of `args.eval_episodes` episodes."""
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    envs = AtariEnvs(args, args.eval_episodes, run_folder, name="evaluation")
-    agent = Agent(envs.num_actions, args.conv3_filters, args.bf16).to(device)
-    restore({"agent": agent}, model)
-    rng, scores = np.random.default_rng([args.seed, model["global_step"], 1]), {}
-    obs = envs.reset(model["global_step"], 1)
-    while len(scores) < args.eval_episodes:
-        logits, _ = agent(torch.from_numpy(obs).to(device))
-        noise = 0 if args.greedy else rng.gumbel(size=logits.shape)
-        obs, *_ = envs.step(sample(logits, noise))
-        scores = {i: score for i, score, _ in envs.finished} | scores  # the first episode of each environment
-    scores = [scores[i] for i in range(args.eval_episodes)]
-    kind = "greedy" if args.greedy else "sampled"
-    print(f"evaluation: {np.mean(scores):.2f} +- {np.std(scores):.2f}, {len(scores)} episodes of {kind} actions")
-    return {"episodic_return": scores}
+    envs = AtariEnvs(args, args.eval_episodes)
+    agent = Agent(envs.obs_shape, envs.num_actions, args.conv3_filters).to(device).eval()
+    global_step = restore({"agent": agent}, model)
+    videos = folder / "videos" / "evaluation" if args.capture_video else None
+    obs, ended = envs.reset(seed_everything(args.seed, global_step, 1), videos), {}
+    for _ in range(EVAL_STEPS):
+        policy, _ = agent(torch.from_numpy(obs).to(device))
+        actions = policy.mode if args.greedy else policy.sample()
+        obs, *_ = envs.step(actions.cpu().numpy())
+        ended = envs.episodes | ended  # keeps the first episode of each environment
+        if len(ended) == args.eval_episodes:
+            break
+    else:
+        print(f"note: evaluation episodes were cut off after {EVAL_STEPS} steps")
+    envs.envs.close()
+    returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
+    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
+    return returns
 
 
 def speed_up_cpu() -> None:
-    """Two settings without which training on the CPU is slower."""
-    # The optimiser's averages of units that died fade below 1e-38, where a CPU may take far longer. They become zero
+    """Flush denormals (RMSprop's averages of dead units) and keep freed memory."""
     torch.set_flush_denormal(True)
-    # glibc gives large pieces of memory back and takes them again for the next update; then every page costs a fault
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc
-        for option, size in ((-1, 2**28), (-3, 2**25)):  # M_TRIM_THRESHOLD; M_MMAP_THRESHOLD, the largest there is
-            ctypes.CDLL(None).mallopt(option, size)
+        for option, size in ((-1, 2**28), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, size)  # saves page faults
 
 
-def write_file(path: Path, content: dict | str) -> None:
-    """Write a checkpoint or a text so that `path` never holds a part of it, whenever the process is killed."""
-    temporary = path.with_suffix(".tmp")
-    # Trap: torch.save, given an open file instead of a path, turns a Ctrl-C into an error of its own
-    temporary.write_text(content, "utf-8") if isinstance(content, str) else torch.save(content, temporary)
-    with open(temporary, "rb+") as file:
+def seed_everything(*key: int) -> int:
+    """Seed PyTorch and what environments may draw from. Returns the 31-bit seed."""
+    seed = int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+    return seed
+
+
+def write_file(path: Path, content: dict) -> None:
+    """Write a checkpoint or model atomically."""
+    torch.save(content, path.with_suffix(".tmp"))
+    with open(path.with_suffix(".tmp"), "rb+") as file:
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    os.replace(file.name, path)
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Load a checkpoint or a model, or the newest sound checkpoint of a run folder. Runs no pickled code."""
+    """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
-        with contextlib.suppress(Exception):  # the libraries raise a dozen kinds
-            with zipfile.ZipFile(file) as archive:
-                # Trap: torch.load compares no checksums, and reads nothing where an entry is marked as a folder
-                sound = not archive.testzip() and not any(entry.external_attr for entry in archive.infolist())
+        with contextlib.suppress(Exception):  # damaged files raise many kinds of exceptions
+            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            if sound and checkpoint["script"] == SCRIPT and Args(**checkpoint["args"]):
+            if intact and checkpoint["script"] == SCRIPT:
                 return checkpoint
-        print(f"note: {file} is damaged or no checkpoint of this {SCRIPT}.py", file=sys.stderr)
-    sys.exit(f"error: no sound checkpoint in {path}")
+        print(f"note: {file} is damaged or not a checkpoint of {SCRIPT}.py")
+    sys.exit(f"error: no intact checkpoint in {path}")
 
 
 def restore(parts: dict, checkpoint: dict) -> int:
-    """Set all parts to their states in the checkpoint, in place. Returns its global step."""
+    """Load the state of all parts. Returns the checkpoint's global step."""
     try:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
-        return checkpoint["global_step"]
-    except Exception as error:  # torch and we raise half a dozen kinds
-        sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
+    except (KeyError, RuntimeError, ValueError) as error:
+        sys.exit(f"error: the checkpoint does not fit: {error}")
+    return checkpoint["global_step"]
 
 
 class Run:
-    """What a run writes: TensorBoard and W&B, checkpoints, a line of progress, the result."""
+    """The run folder: logs, checkpoints, progress bar, result."""
 
-    def __init__(self, args: Args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int) -> None:
-        self.args, self.folder, self.parts, before = args, folder, parts, checkpoint or {}
-        self.first_step, self.started = before.get("global_step", 0), time.time() - before.get("seconds", 0)
-        if args.upload_model:
-            from huggingface_hub import HfApi
-
-            self.hub = HfApi()
-            self.hub.whoami()  # a missing login is an error now, not after the training
+    def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
+        self.args, self.folder, self.parts = args, folder, parts
+        first_step, seconds = 0, 0
+        if checkpoint:
+            first_step, seconds = checkpoint["global_step"], checkpoint["seconds"]
+        self.started = time.time() - seconds  # includes the time before a resume
+        self.recent_returns, self.num_episodes = deque(maxlen=100), None
+        modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+        groups = [g for part in parts.values() for g in getattr(part, "param_groups", [])]
+        trained = {p for group in groups for p in group["params"]}
+        if trained.difference(*[module.parameters() for module in modules]):
+            sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(ImportError, OSError):  # systems without such locks
-            import fcntl
+        with contextlib.suppress(ImportError):  # Windows has no such lock
+            from fcntl import LOCK_EX, LOCK_NB, flock
 
-            try:
-                fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
-            except BlockingIOError:
-                sys.exit(f"error: another process is at work in {folder}")
+            flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         print(f"run folder: {folder}", flush=True)
+        if args.upload_model:
+            import huggingface_hub
+
+            self.hub = huggingface_hub.HfApi()
+            self.hub.whoami()  # fail now rather than after training
         if args.track:
             import wandb
 
-            project, entity = args.wandb_project_name, args.wandb_entity
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
-            self.wandb = wandb
-            os.environ.setdefault("WANDB_SILENT", "true")
-            # A resumed run sends the points since its checkpoint again, with the same values
-            wandb.init(project=project, entity=entity, id=run_id, resume="allow", sync_tensorboard=True)
-            wandb.config.update(vars(args), allow_val_change=True)
-        # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
-        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + bool(checkpoint), flush_secs=10)
-        write_file(folder / "args.json", json.dumps(vars(args), indent=2))
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:],
+                resume="allow",
+                config=asdict(args),
+                allow_val_change=True,
+                sync_tensorboard=True,
+            )
+        # TensorBoard hides points after the checkpoint's step, which are logged again
+        purge_step = first_step + 1 if checkpoint else None
+        self.writer = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)
         interval = 0.1 if sys.stderr.isatty() else 10
-        self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
+        self.bar = tqdm(total=last_step, initial=first_step, unit=" steps", mininterval=interval)
 
     def log(self, global_step: int, scalars: dict) -> None:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, global_step)
 
-    def progress(self, global_step: int, recent_scores: deque) -> None:
-        """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
+    def log_episodes(self, global_step: int, episodes: dict) -> None:
+        """Log the mean return and length of the episodes that a step ended."""
+        if episodes:
+            returns, lengths = np.transpose(list(episodes.values()))
+            self.recent_returns.extend(returns)
+            self.num_episodes += len(returns)
+            self.log(global_step, {"charts/episodic_return": returns.mean()})
+            self.log(global_step, {"charts/episodic_length": lengths.mean()})
+
+    def progress(self, global_step: int) -> None:
         self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
-        if recent_scores:
-            self.bar.set_postfix_str(f"return {np.mean(recent_scores):.1f}", refresh=False)
+        if self.recent_returns:
+            self.bar.set_postfix_str(f"return {np.mean(self.recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
-    def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` include those before a resume."""
-        seconds = time.time() - self.started
-        header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
-        return header | {name: self.parts[name].state_dict() for name in names or self.parts}
+    def pack(self, global_step: int, names) -> dict:
+        """The state of the named parts, and what identifies the run."""
+        header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
+        header["seconds"] = time.time() - self.started
+        return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write checkpoint_{global_step}.pt and keep the one before it."""
+        """Write a checkpoint and keep the previous one."""
+        if self.num_episodes == 0:
+            print("note: no episode ended between two checkpoints, which reset the environments")
+        self.num_episodes = 0
         self.writer.flush()
-        write_file(self.folder / f"checkpoint_{global_step:012}.pt", self.pack(global_step))
-        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
-            path.unlink()
+        path = self.folder / f"checkpoint_{global_step:012}.pt"
+        write_file(path, self.pack(global_step, self.parts))
+        for old_path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+            old_path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:
-        """Evaluate; write the last checkpoint, model.pt with the parts that are named, and result.json."""
+        """Save the run and the model (the named parts), then evaluate and write result.json."""
         self.bar.close()
-        args, model = self.args, self.pack(global_step, *names)
-        scores = evaluate(args, model, self.folder)
-        means = {f"eval/{name}": float(np.mean(values)) for name, values in scores.items()}
-        if global_step > self.first_step:  # Trap: a run that is continued after its end has logged this already
-            self.log(global_step, means)
-            self.save_checkpoint(global_step)
-        self.writer.close()
+        args, model = self.args, self.pack(global_step, names)
+        self.save_checkpoint(global_step)
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
-        result = {name: model[name] for name in ("script", "args", "global_step", "seconds")} | means | scores
-        result["versions"] = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-        gpu = f", {torch.cuda.get_device_name()}" if args.cuda and torch.cuda.is_available() else ""
-        result["machine"] = f"{os.cpu_count()} cores, {platform.platform()}{gpu}"
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
-            git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-            result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-        write_file(self.folder / "result.json", json.dumps(result, indent=2))
-        if args.track:
-            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in self.folder.glob("videos/*.mp4")})
-            self.wandb.finish()
+        returns = evaluate(args, model, self.folder)
+        self.log(global_step, {"eval/episodic_return": np.mean(returns)})
+        self.writer.close()
+        result = {name: model[name] for name in ("script", "args", "global_step", "seconds")}
+        result |= {"episodic_return": returns, "torch": torch.__version__}
+        (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
-            card += f"Trained by `{shlex.join(['python', *sys.argv])}`, played by `{SCRIPT}.py --evaluate model.pt`.\n"
-            write_file(self.folder / "README.md", card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            repo = self.hub.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True)
-            patterns = ["README.md", "model.pt", "args.json", "result.json", "videos/*"]
-            self.hub.upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
-
-
-def join_ranks(args: Args) -> tuple[int, int]:
-    """Under torchrun: join the other ranks. Returns the number of this rank's first environment, and how many it has.
-
-    Every rank draws the random numbers of all environments and takes those of its own. The first rank of a training
-    evaluates and writes all files; the episodes in its log are its own.
-    """
-    if not dist.is_torchelastic_launched():
-        return 0, args.num_envs
-    if args.cuda and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, rank, num_ranks = next(dist.rendezvous("env://"))
-    N, rest = divmod(args.num_envs, num_ranks)
-    if rest:
-        sys.exit(f"error: {args.num_envs} environments cannot be divided among {num_ranks} processes")
-    # Trap: torchrun's store outlives a restart, with the addresses of ranks that have died: hence the prefix
-    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    dist.init_process_group(store=store, rank=rank, world_size=num_ranks)  # gloo on the CPU, nccl on GPUs
-    return rank * N, N
-
-
-def leave_ranks() -> None:
-    """End what join_ranks began, before the first rank alone goes on."""
-    if dist.is_initialized():
-        if dist.get_rank() > 0:  # Trap: gloo's threads outlive the group and at times abort a process as Python ends
-            atexit.register(os._exit, 0)
-        dist.destroy_process_group()
-
-
-def share(parts: dict, global_step: int) -> int:
-    """Give all ranks the parts and the global step of the first one. Returns that step."""
-    if not dist.is_initialized():
-        return global_step
-    states = [{"global_step": global_step} | {name: part.state_dict() for name, part in parts.items()}]
-    dist.broadcast_object_list(states)
-    return restore(parts, states[0])
-
-
-def average_gradients(module: nn.Module) -> None:
-    """Replace the gradients by their means over the ranks, in one message."""
-    if dist.is_initialized():
-        gradients = [parameter.grad for parameter in module.parameters()]
-        flat = nn.utils.parameters_to_vector(gradients)
-        dist.all_reduce(flat)
-        nn.utils.vector_to_parameters(flat / dist.get_world_size(), gradients)
-
-
-class SilentRun:
-    """Stands for `Run` in all ranks but the first: it does nothing."""
-
-    def __getattr__(self, name):
-        return lambda *_, **__: None
+            repo = self.hub.create_repo(
+                "/".join(filter(None, (args.hf_entity, name))), exist_ok=True
+            )
+            card = f"---\ntags: [reinforcement-learning, {args.env_id}]\n---\n{SCRIPT}.py\n"
+            (self.folder / "README.md").write_text(card)
+            files = ["README.md", "model.pt", "result.json", "videos/**"]
+            folder = self.folder
+            self.hub.upload_folder(repo_id=repo.repo_id, folder_path=folder, allow_patterns=files)
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
-    names = ("run_folder", "resume", "evaluate")
-    Given = dataclasses.make_dataclass("Given", [(name, str | None, None) for name in names])
-    given, _ = tyro.cli(Given, return_unknown_args=True, add_help=False)
-    if (given.evaluate, given.resume, given.run_folder).count(None) < 2:
-        sys.exit("error: --evaluate, --resume and --run-folder cannot be combined")
-    path = Path(given.evaluate or given.resume or given.run_folder or "runs")
-    if not given.evaluate and not given.resume and not (given.run_folder and any(path.glob("checkpoint_*.pt"))):
-        args = tyro.cli(Args)
-        name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
-        return args, path if given.run_folder else path / name, None
-    checkpoint = load_checkpoint(path)
-    saved = Args(**checkpoint["args"])
-    # What is not given is as it was, but for the module in an id like "module:Name-v0", which gym.make would import
-    args = tyro.cli(Args, default=dataclasses.replace(saved, env_id=saved.env_id.split(":")[-1]))
-    if args.env_id != saved.env_id or (args.seed != saved.seed and not args.evaluate):
-        sys.exit(f"error: {path} is of --env-id {saved.env_id} --seed {saved.seed}, not {args.env_id} and {args.seed}")
-    return args, path if path.is_dir() else path.parent, checkpoint
+    """The arguments, the run folder, and the checkpoint to resume from or to evaluate."""
+    args, checkpoint = tyro.cli(Args), None
+    folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
+    if args.evaluate or args.resume or any(folder.glob("checkpoint_*.pt")):
+        checkpoint = load_checkpoint(folder)
+        saved = checkpoint["args"]
+        for name in saved.keys() - vars(args).keys():
+            print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
+        args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
+        folder = folder if folder.is_dir() else folder.parent
+    elif not args.run_folder:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        folder /= re.sub(r"[^\w.-]+", "-", name)
+        while folder.exists():
+            folder = folder.with_name(folder.name + "_")
+    return args, folder, checkpoint
 
 
 def main() -> None:
-    """Train, continue or evaluate, as the arguments say."""
-    for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: shells start background jobs with it ignored
+    for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored in a shell's background jobs
         signal.signal(signum, signal.default_int_handler)
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
-        print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+        print("note: no CUDA device was found, so the CPU is used")
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     try:
-        evaluate(args, checkpoint, folder) if args.evaluate else train(args, folder, checkpoint)
+        if args.evaluate:
+            evaluate(args, checkpoint, folder)
+        else:
+            train(args, folder, checkpoint)
     except KeyboardInterrupt:
         command = shlex.join(["python", sys.argv[0], "--resume", str(folder)])
-        hint = f"; continue with: {command}" if not args.evaluate and any(folder.glob("checkpoint_*.pt")) else ""
-        print(f"\ninterrupted{hint}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(f"\ninterrupted; resume with: {command}")
+    except BlockingIOError:
+        sys.exit(f"error: {folder} is in use by another process")
     except (gym.error.Error, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 

@@ -1,0 +1,243 @@
+"""The Atari environments that three scripts share: against a plain emulator, by a2c_atari.py."""
+
+import functools
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from ale_py import ALEInterface, roms
+from conftest import logged
+from gymnasium.vector import VectorEnv
+
+import a2c_atari as a2c
+
+
+def make_args(**options):
+    return a2c.Args(**dict(num_envs=2, env_threads=1, torch_threads=1, cuda=False) | options)
+
+
+@pytest.fixture
+def limit_games(monkeypatch):
+    """A function that truncates episodes after so many frames."""
+
+    def limit(frames):
+        make = a2c.AtariVectorEnv
+        settings = {"max_num_frames_per_episode": frames}
+        monkeypatch.setattr(a2c, "AtariVectorEnv", lambda **kw: make(**kw | settings))
+
+    return limit
+
+
+class Plain:
+    """A game of the plain emulator: four frames per step, its own counters of lives and frames."""
+
+    def __init__(self, args, seed, first_frame, limit):
+        settings = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
+        self.ale, self.limit = ALEInterface(), limit
+        self.ale.setInt("random_seed", seed)
+        self.ale.setFloat("repeat_action_probability", settings["repeat_action_probability"])
+        self.ale.loadROM(roms.get_rom_path(settings["game"]))
+        self.action_set = self.ale.getMinimalActionSet()
+        self.begin(first_frame)
+
+    def begin(self, first_frame):
+        """FIRE for one frame, if there is such an action, then a random number of no-ops."""
+        self.ale.reset_game()
+        if ale_py.Action.FIRE in self.action_set:
+            self.ale.act(ale_py.Action.FIRE)
+        for _ in range(first_frame - self.ale.getEpisodeFrameNumber()):
+            self.ale.act(ale_py.Action.NOOP)
+        self.score = self.length = 0
+
+    def step(self, action):
+        """Returns the reward, whether a life was lost, whether the game is over, or truncated."""
+        lives, reward, self.screens = self.ale.lives(), 0, []
+        for frame in range(4):
+            reward += self.ale.act(self.action_set[action])
+            if self.ale.game_over():
+                break
+            if frame >= 2:
+                self.screens.append(torch.from_numpy(self.ale.getScreenGrayscale()))
+        self.score, self.length = self.score + reward, self.length + 1
+        truncated = 4 * self.length >= self.limit
+        lost_life = self.ale.lives() < lives
+        return reward, lost_life, self.ale.game_over(with_truncation=False), truncated
+
+    def pixels(self):
+        """The maximum of the last two screens; each of 84 x 84 pixels is the mean of its area."""
+        height, width = self.screens[0].shape
+        return shrink(height) @ torch.maximum(*self.screens).double() @ shrink(width).T
+
+
+@functools.cache
+def shrink(size):
+    """(84, size): the share of each of `size` pixels in each of 84 that lie over them."""
+    edges, pixel = torch.linspace(0, size, 85).double()[:, None], torch.arange(size)
+    share = edges[1:].minimum(pixel + 1) - edges[:-1].maximum(pixel)
+    return share.clamp(min=0) * 84 / size
+
+
+@pytest.mark.parametrize(
+    "env_id, num_envs, steps, limit, episodic_life",
+    [
+        ("BreakoutNoFrameskip-v4", 3, 250, 500, True),
+        ("ALE/Breakout-v5", 2, 300, 10**6, False),
+        ("SpaceInvadersDeterministic-v4", 2, 400, 10**6, True),
+        ("ALE/Freeway-v5", 1, 160, 300, True),
+    ],
+)
+def test_games_are_the_plain_emulators(limit_games, env_id, num_envs, steps, limit, episodic_life):
+    """Frames, rewards, terminations, FIRE, and whole episodes, unclipped, over all lives."""
+    limit_games(limit)
+    args, rng = make_args(env_id=env_id, episodic_life=episodic_life), np.random.default_rng(0)
+    envs = a2c.AtariEnvs(args, num_envs)
+    previous = envs.reset(3, None)
+    assert envs.obs_shape == (4, 84, 84)
+    # The frame numbers say how many no-ops there were, which the emulator's vector draws
+    games = [Plain(args, 3 + n, frame, limit) for n, frame in enumerate(envs.frames)]
+    fire = np.full(num_envs, ale_py.Action.FIRE in games[0].action_set)
+    ended = lost_lives = 0
+    for t in range(steps):
+        actions = rng.integers(envs.num_actions, size=num_envs)
+        np.testing.assert_array_equal(envs.fire, fire)
+        executed = np.where(fire, envs.fire_action, actions) if fire.any() else actions
+        obs, next_obs, rewards, terminations, truncations, _ = envs.step(actions)
+        np.testing.assert_array_equal(envs.executed_actions, executed)
+        episodes = {}
+        for n, game in enumerate(games):
+            reward, lost_life, game_over, truncated = game.step(executed[n])
+            terminated = game_over or (lost_life and episodic_life)
+            done = game_over or truncated
+            expected = np.sign(reward), terminated, truncated
+            assert (rewards[n], terminations[n], truncations[n]) == expected, (t, n)
+            assert np.array_equal(obs[n], next_obs[n]) == (not done), (t, n)
+            assert np.array_equal(next_obs[n, :3], previous[n, 1:]), (t, n)
+            if t % 10 == n and not done:
+                np.testing.assert_allclose(obs[n, 3], game.pixels(), rtol=0, atol=1)
+            fire[n] = envs.fire_action is not None and (lost_life or done)
+            lost_lives += lost_life and not game_over
+            if done:
+                assert (obs[n, :3] == 0).all()
+                episodes[n] = (game.score, game.length)
+                game.begin(envs.frames[n])
+        previous = obs
+        assert envs.episodes == episodes
+        ended += len(episodes)
+    assert ended and (lost_lives > 0) == ("Freeway" not in env_id)
+
+
+@pytest.mark.quick
+def test_another_frame_stack():
+    envs = a2c.AtariEnvs(make_args(frame_stack=2), 3)
+    assert envs.reset(0, None).shape == (3, 2, 84, 84) and envs.obs_shape == (2, 84, 84)
+
+
+@pytest.mark.quick
+def test_ids_mean_what_they_mean_in_gymnasium(monkeypatch):
+    monkeypatch.setattr(a2c, "AtariVectorEnv", lambda **settings: settings)
+    gym.register_envs(ale_py)
+    specs = [x for x in gym.registry.values() if str(x.entry_point).startswith("ale_py")]
+    known = [x for x in specs if x.id.startswith("ALE/") or "NoFrameskip" in x.id]
+    assert len(known) > 200
+    for spec in known:
+        for env_id in (spec.id, spec.id.replace("NoFrameskip", "Deterministic")):
+            settings = a2c.make_atari(make_args(env_id=env_id), 1)
+            for name in ("game", "repeat_action_probability", "max_num_frames_per_episode"):
+                assert settings[name] == spec.kwargs[name], env_id
+            assert settings["frameskip"] == 4 and not spec.kwargs["full_action_space"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "env_id", ["Breakout-v4", "CartPole-v1", "BreakoutNoFrameSkip-v4", "nomodule:X-v0", ""]
+)
+def test_other_ids_are_refused_in_one_line(env_id):
+    with pytest.raises(SystemExit, match=r"^error: .*[^\n]*$"):
+        a2c.make_atari(make_args(env_id=env_id), 1)
+
+
+def test_videos_show_the_episodes_that_were_played(tmp_path, monkeypatch, limit_games):
+    """The replay of seed and actions earns the rewards that training or evaluation did."""
+    from imageio_ffmpeg import read_frames
+
+    limit_games(160)
+    earned, replayed = [], []
+
+    def make_atari(args, num_envs, color=False, make_atari=a2c.make_atari):
+        envs = make_atari(args, num_envs, color)
+        step = envs.step
+
+        def recorded_step(actions):
+            result = step(actions)
+            rewards[-1].append(result[1][0])
+            return result
+
+        rewards = replayed if color else earned
+        rewards.append([])
+        envs.step = recorded_step
+        return envs
+
+    monkeypatch.setattr(a2c, "make_atari", make_atari)
+    options = dict(total_timesteps=200, num_steps=5, checkpoint_interval=100, eval_episodes=2)
+    options |= dict(conv3_filters=4, capture_video=True)
+    a2c.train(make_args(env_id="ALE/SpaceInvaders-v5", **options), tmp_path, None)
+    training, evaluation = earned
+    played = [training[:40], training[50:90], evaluation[:40]]
+    assert replayed == played and np.sum(played) > 0
+    for name in ("0", "100", "evaluation"):
+        properties, *frames = read_frames(str(tmp_path / "videos" / name / "episode-0.mp4"))
+        assert properties["size"] == (320, 420) and len(frames) in (39, 40), name
+
+
+class Catch(VectorEnv):
+    """A user's environment: catch a falling ball; without lives, FIRE or a counter of frames."""
+
+    single_action_space = gym.spaces.Discrete(3)
+    single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+
+    def reset(self, *, seed):
+        self.rng = np.random.default_rng(seed)
+        self.ball, self.paddle, self.time = np.zeros((3, self.num_envs), int)
+        self.pixels = np.zeros((self.num_envs, 4, 84, 84), np.uint8)
+        self.begin(np.arange(self.num_envs))
+        return self.pixels.copy(), {}
+
+    def begin(self, games):
+        self.ball[games], self.paddle[games] = self.rng.integers(4, size=(2, len(games)))
+        self.time[games] = self.pixels[games] = 0
+        self.draw(games)
+
+    def draw(self, games):
+        grid, rows = np.zeros((len(games), 4, 4), np.uint8), np.arange(len(games))
+        grid[rows, 3, self.paddle[games]] = 128
+        grid[rows, self.time[games], self.ball[games]] = 255
+        self.pixels[games, :3] = self.pixels[games, 1:]
+        self.pixels[games, 3] = grid.repeat(21, 1).repeat(21, 2)
+
+    def step(self, actions):
+        self.paddle = (self.paddle + np.array([0, 1, -1])[actions]).clip(0, 3)
+        self.time = self.time + 1
+        self.draw(np.arange(self.num_envs))
+        end, final = self.time == 3, np.array([*self.pixels.copy(), None], object)[:-1]
+        rewards = np.where(end, np.where(self.ball == self.paddle, 1, -1), 0)
+        self.begin(np.flatnonzero(end))
+        return self.pixels.copy(), rewards, end, np.zeros_like(end), {"final_obs": final}
+
+
+def test_a_users_environment_is_learned(tmp_path, monkeypatch):
+    """A random player scores -0.5, a perfect one 1. Alpha is smaller, for a short run."""
+    monkeypatch.setattr(a2c, "make_atari", lambda args, num_envs: Catch(num_envs))
+    options = dict(num_envs=8, total_timesteps=4800, gamma=0.9, rmsprop_alpha=0.5)
+    options |= dict(learning_rate=5e-3, conv3_filters=32, eval_episodes=50, greedy=True)
+    args = make_args(**options, log_interval=1)
+    a2c.train(args, tmp_path, None)
+    points = logged(tmp_path)
+    scores = list(points["charts/episodic_return"].values())
+    assert len(scores) == 200
+    assert np.mean(scores[:20]) < -0.2 and np.mean(scores[-20:]) > 0.6
+    assert points["eval/episodic_return"][4800] > 0.7
