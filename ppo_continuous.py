@@ -128,6 +128,8 @@ class Args:
 
 def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
     """Make an environment with flat observations. Exits if that is impossible."""
+    if args.capture_video and sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a display
     if "mujoco" in str(gym.registry.get(args.env_id)):
         import mujoco
 
@@ -138,8 +140,12 @@ def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
-    except (ImportError, gym.error.Error) as error:
-        sys.exit(f"error: cannot make {args.env_id}: {error}")
+        if video_folder:
+            env.reset()
+            env.render()
+    except (ImportError, AttributeError, RuntimeError, gym.error.Error) as error:
+        hint = "; try another MUJOCO_GL: egl, osmesa, glfw" if args.capture_video else ""
+        sys.exit(f"error: cannot make {args.env_id}: {error}{hint}")
     for space in (env.unwrapped.action_space, env.unwrapped.observation_space):
         space.seed(seed)  # some environments sample from their spaces
     if video_folder:
@@ -418,7 +424,6 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 SCRIPT = "ppo_continuous"
 EVAL_STEPS = 100_000  # where evaluation episodes are cut off
 os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
-os.environ.setdefault("MUJOCO_GL", "egl" if sys.platform == "linux" else "")
 gym.logger.min_level = gym.logger.ERROR
 
 
