@@ -138,12 +138,13 @@ def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
     if multiprocessing.parent_process():  # with --async-envs: `main` handles Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    errors = Exception if args.capture_video else (ImportError, gym.error.Error)
     try:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
         if video_folder:
             env.reset()
             env.render()
-    except (ImportError, AttributeError, RuntimeError, gym.error.Error) as error:
+    except errors as error:
         hint = "; try another MUJOCO_GL: egl, osmesa, glfw" if args.capture_video else ""
         sys.exit(f"error: cannot make {args.env_id}: {error}{hint}")
     for space in (env.unwrapped.action_space, env.unwrapped.observation_space):
