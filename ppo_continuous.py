@@ -128,16 +128,7 @@ class Args:
 
 def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
     """Make an environment with flat observations. Exits if that is impossible."""
-    if args.capture_video and sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a display
-    if "mujoco" in str(gym.registry.get(args.env_id)):
-        import mujoco
-
-        # Trap: otherwise MuJoCo 4 writes its warnings to MUJOCO_LOG.TXT
-        mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
-    if multiprocessing.parent_process():  # with --async-envs: `main` handles Ctrl-C
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    prepare_process(args)
     errors = Exception if args.capture_video else (ImportError, gym.error.Error)
     try:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
@@ -447,6 +438,20 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
     return returns
+
+
+def prepare_process(args: Args) -> None:
+    """Prepare a process for making environments."""
+    if args.capture_video and sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a display
+    if "mujoco" in str(gym.registry.get(args.env_id)):
+        import mujoco
+
+        # Trap: otherwise MuJoCo 4 writes its warnings to MUJOCO_LOG.TXT
+        mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
+    if multiprocessing.parent_process():  # with --async-envs: `main` handles Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def seed_everything(*key: int) -> int:
