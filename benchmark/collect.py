@@ -1,11 +1,14 @@
 """Finished runs as CSV: each run's curves, and a row for it in runs.csv.
 
-    python benchmark/collect.py runs/ppo_continuous            # all finished runs below a folder, whoever started them
+    python benchmark/collect.py runs/ppo_continuous    # all finished runs below a folder
 
-A run becomes {results}/{script}/{env}__{variant}__{seed}__{commit}.csv with the columns tag, step, value, count, and a
-row of {results}/runs.csv, which replaces the row that the run had. A tag with more than 1000 points is thinned: the run
-is cut into 1000 bins of equal numbers of steps, and a row is the mean value and the mean step of the `count` points in
-a bin. The variant is the hyperparameters that are not the script's defaults: no flags that change the speed only.
+A run becomes {results}/{script}/{env}__{variant}__{seed}__{commit}.csv with the columns tag, step,
+value, count, and a row of {results}/runs.csv, which replaces the row that the run had. A tag with
+more than 1000 points is thinned: the run is cut into 1000 bins of equally many steps, and a row is
+the mean value and the mean step of the `count` points in a bin. The variant is the hyperparameters
+that are not the script's defaults, without flags that only change the speed. Commit, versions and
+machine are those of the run's provenance.json, which the Snakefile writes; for runs that were
+started otherwise, name the commit (`--commit`), and collect them where they were made.
 """
 
 import argparse
@@ -19,13 +22,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from common import RESULTS, ROOT, SPEED, curves_name, read_events, read_table, variant
+from provenance import provenance
 
 TAGS = ("charts/episodic_return", "eval/episodic_return", "eval/battle_won_rate", "charts/SPS")
 KEY = ["script", "env_id", "variant", "seed", "commit"]  # what makes a run, and a row of runs.csv
 
 
 def thin(points: pd.DataFrame, bins: int = 1000) -> pd.DataFrame:
-    """The points (step, value) of one tag, or means over bins of equal width, with the number of points in each."""
+    """The points (step, value) of one tag, or means over bins of equal width, with their count."""
     points = points[["step", "value"]].assign(count=1)
     if len(points) <= bins:
         return points
@@ -34,10 +38,21 @@ def thin(points: pd.DataFrame, bins: int = 1000) -> pd.DataFrame:
     return means.assign(step=means.step.round().astype(int))
 
 
-def collect(folder: Path, results: Path) -> None:
-    """Write a finished run's curves and its row. Raises ValueError where the log does not reach the end of the run."""
+def origin(folder: Path, commit: str | None) -> dict[str, str]:
+    """Commit, versions and machine of a run. Raises ValueError if nothing says its commit."""
+    path = folder / "provenance.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    if not commit:
+        raise ValueError("it has no provenance.json; name its commit with --commit")
+    return provenance() | {"commit": commit}
+
+
+def collect(folder: Path, results: Path, commit: str | None = None) -> None:
+    """Write a finished run's curves and its row. Raises ValueError if its log lacks the end."""
     result = json.loads((folder / "result.json").read_text())
     script, env_id, seed = result["script"], result["args"]["env_id"], result["args"]["seed"]
+    made = origin(folder, commit)
     points = read_events(folder)
     of = {tag: points[points.tag == tag] for tag in TAGS}
     if of["eval/episodic_return"].step.max() != result["global_step"]:
@@ -46,51 +61,59 @@ def collect(folder: Path, results: Path) -> None:
     curves["value"] = curves.value.map("{:.6g}".format)
 
     won, returns = of["eval/battle_won_rate"], np.array(result["episodic_return"])
-    tests = won[won.step > 0.8 * result["global_step"]].value[:-1]  # over the last fifth, without the evaluation
-    program = [f"{script}.py"] if (ROOT / f"{script}.py").exists() else ["benchmark/peers.py", script]
+    last_fifth = won[won.step > 0.8 * result["global_step"]].value
+    ours = (ROOT / f"{script}.py").exists()
+    program = [f"{script}.py"] if ours else ["benchmark/peers.py", script]
+    command = shlex.join(["python", *program, "--env-id", env_id, "--seed", str(seed)])
     values = {
         "script": script,
         "env_id": env_id,
         "variant": variant(script, result["args"]),
         "seed": seed,
         "total_steps": result["global_step"],
+        # A point is the mean of the episodes that end at one step
         "training_return": of["charts/episodic_return"].value[-100:].mean(),
         "eval_return": returns.mean(),
         "eval_std": returns.std(),
         "eval_episodes": len(returns),
         "eval_battle_won_rate": won.value.iloc[-1] if len(won) else "",
-        "tests_battle_won_rate": tests.mean(),
+        "tests_battle_won_rate": last_fifth[:-1].mean(),  # the last one is the evaluation
         "wall_seconds": round(result["seconds"]),
-        "command": shlex.join(["python", *program, "--env-id", env_id, "--seed", str(seed)])
-        + f" {variant(script, result['args'], SPEED)}",
-        "commit": result.get("commit", "unknown")[:10] + "-changed" * result.get("commit", "").endswith("-dirty"),
-        "versions": ", ".join(f"{package} {version}" for package, version in sorted(result["versions"].items())),
-        "machine": result["machine"],
+        "command": f"{command} {variant(script, result['args'], SPEED)}",
+        "commit": made["commit"],
+        "versions": made["versions"],
+        "machine": made["machine"],
         "ended": pd.Timestamp(points.seconds.max(), unit="s").strftime("%Y-%m-%d %H:%M"),
     }
-    row = {name: f"{value:.6g}" if isinstance(value, float) else str(value).strip() for name, value in values.items()}
+    row = {}
+    for name, value in values.items():
+        row[name] = f"{value:.6g}" if isinstance(value, float) else str(value).strip()
     path = results / curves_name(row)
     path.parent.mkdir(parents=True, exist_ok=True)
     curves.to_csv(path, columns=["tag", "step", "value", "count"], index=False)
     lock = os.open(results, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)  # other runs may end at this moment too
-    rows = pd.concat([read_table(results / "runs.csv"), pd.DataFrame([row])]).fillna("").replace("nan", "")
-    rows.drop_duplicates(KEY, keep="last").sort_values(KEY).to_csv(results / "runs.tmp", index=False)
+    rows = pd.concat([read_table(results / "runs.csv"), pd.DataFrame([row])])
+    rows = rows.fillna("").replace("nan", "").drop_duplicates(KEY, keep="last").sort_values(KEY)
+    rows.to_csv(results / "runs.tmp", index=False)
     os.replace(results / "runs.tmp", results / "runs.csv")
     os.close(lock)
 
 
 def main(argv: list[str]) -> int:
     """Collect every finished run below the folders. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="of runs without a provenance.json")
     args = parser.parse_args(argv)
     found = sorted(path.parent for folder in args.folders for path in folder.glob("**/result.json"))
     failed = 0
     for folder in found:
         try:
-            collect(folder, args.results)
+            collect(folder, args.results, args.commit)
             print(f"{folder}: collected", flush=True)
         except Exception as error:  # damaged files of one run stop no other
             print(f"failed: {folder}: {type(error).__name__}: {error}", file=sys.stderr)

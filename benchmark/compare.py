@@ -1,6 +1,9 @@
-"""Whether two folders of finished runs hold the same models to the bit, and from where the second's were started.
+"""Compare two folders of finished runs: are their models the same to the bit?
 
-python benchmark/compare.py runs/undisturbed runs/disturbed        # status 1 if they differ or one is missing
+    python benchmark/compare.py runs/undisturbed runs/disturbed
+
+Says from which checkpoints the second's runs were started. Exit status 1 if a model differs or is
+missing.
 """
 
 import json
@@ -29,10 +32,12 @@ def main(argv: list[str]) -> int:
             models = [torch.load(folder / "model.pt", weights_only=True) for folder in folders]
             for model in models:
                 del model["args"], model["seconds"]  # the run folder's name, and what a clock says
-            returns = [json.loads((folder / "result.json").read_text())["episodic_return"] for folder in folders]
+            results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+            returns = [result["episodic_return"] for result in results]
             equal = same(*models) and returns[0] == returns[1]
-            begun = [line.split()[1:] for line in (second / run / "starts").read_text().splitlines()]
-            starts = "started " + ", then ".join(f"from {''.join(checkpoint) or 'nothing'}" for checkpoint in begun)
+            lines = (second / run / "starts").read_text().splitlines()
+            begun = [line.split()[1:] or ["nothing"] for line in lines]
+            starts = "started " + ", then ".join(f"from {name}" for (name,) in begun)
         print(f"{run}: {'the same to the bit' if equal else 'DIFFERENT'}; {starts}")
         differ |= not equal
     return int(differ)

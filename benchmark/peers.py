@@ -1,11 +1,13 @@
-"""Programs that a user might choose instead, each set to the hyperparameters of our script: their speed and scores.
+"""Programs that a user might choose instead, each at the hyperparameters of our script.
 
     python benchmark/peers.py sb3_ppo --env-id HalfCheetah-v4 --threads 1
-    python benchmark/peers.py sb3_ppo --env-id Humanoid-v4 --seed 2 --run-folder runs/sb3_ppo/Humanoid-v4/default/2
-    JAXMARL=~/JaxMARL python benchmark/peers.py jaxmarl_qmix --env-id 3m      # a clone of github.com/FLAIROx/JaxMARL
+    python benchmark/peers.py sb3_ppo --env-id Humanoid-v4 --seed 2 --run-folder runs/sb3_ppo/2
+    JAXMARL=~/JaxMARL python benchmark/peers.py jaxmarl_qmix --env-id 3m
 
-Each prints lines `point STEP SECONDS` after updates: steps so far, and the clock. With --run-folder it leaves what our
-scripts leave: TensorBoard events and result.json (but no checkpoints: what is interrupted begins anew).
+The last one needs a clone of github.com/FLAIROx/JaxMARL. Each prints lines `point STEP SECONDS`
+after updates: steps so far, and the clock. With --run-folder it writes what our scripts write,
+TensorBoard events and result.json, and provenance.json, but no checkpoints: an interrupted run
+starts from scratch.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import PACKAGES, PEERS, commit, machine, versions
+from provenance import PACKAGES, PEERS, write_provenance
 
 warnings.filterwarnings("ignore")
 
@@ -40,7 +42,8 @@ def atari(env_id: str, num_envs: int, seed: int):
 def ppo(args, library: str) -> list[float]:
     """PPO of Stable-Baselines3 or SBX with VecNormalize, at the defaults of ppo_continuous.py.
 
-    One is another: their vf_coef of 0.5 weighs the squared error itself, ours half of it (`--vf-coef 1` is theirs).
+    One differs: their vf_coef of 0.5 weights the squared error, ours half of it (`--vf-coef 1` is
+    theirs).
     """
     import gymnasium as gym
     from stable_baselines3.common.monitor import Monitor
@@ -48,10 +51,13 @@ def ppo(args, library: str) -> list[float]:
 
     env = VecNormalize(DummyVecEnv([lambda: Monitor(gym.make(args.env_id))]), gamma=0.99)
     options = dict(learning_rate=lambda progress: 3e-4 * progress, seed=args.seed, device="cpu")
-    if library == "stable_baselines3":  # what is not said here are the defaults of both; SBX clips no value loss
-        network = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh}  # SBX's default
+    if library == "stable_baselines3":  # SBX has this network by default, and clips no value loss
+        layers = {"pi": [64, 64], "vf": [64, 64]}
+        network = {"net_arch": layers, "activation_fn": torch.nn.Tanh}
         options |= dict(clip_range_vf=0.2, policy_kwargs=network)
-    return learn(importlib.import_module(library).PPO("MlpPolicy", env, **options), args, deterministic=True)
+    return learn(
+        importlib.import_module(library).PPO("MlpPolicy", env, **options), args, deterministic=True
+    )
 
 
 def a2c(args) -> list[float]:
@@ -60,27 +66,47 @@ def a2c(args) -> list[float]:
     from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
 
     optimizer = {"optimizer_class": RMSpropTFLike, "optimizer_kwargs": {"eps": 1e-5, "alpha": 0.99}}
-    options = dict(ent_coef=0.01, vf_coef=0.5, policy_kwargs=optimizer, seed=args.seed, device="cpu")
-    return learn(A2C("CnnPolicy", atari(args.env_id, 16, args.seed), **options), args, deterministic=False)
+    options = dict(ent_coef=0.01, vf_coef=0.5, seed=args.seed, device="cpu")
+    envs = atari(args.env_id, 16, args.seed)
+    model = A2C("CnnPolicy", envs, policy_kwargs=optimizer, **options)
+    return learn(model, args, deterministic=False)
 
 
 def dqn(args, library: str) -> list[float]:
-    """DQN of Stable-Baselines3 or SBX at the defaults of dqn_per_atari.py: not double, dueling or prioritised.
+    """DQN of Stable-Baselines3 or SBX at the defaults of dqn_per_atari.py.
 
-    A hidden layer of 512 takes the place of the two streams of 256: as many parameters as our network. The replay is
-    small, since only speed counts, and training begins after 2,000 transitions.
+    It is neither double nor dueling nor prioritized. A hidden layer of 512 units replaces the two
+    streams of 256, so the network has as many parameters as ours. The replay is small, since only
+    speed counts, and training starts after 2,000 transitions.
     """
-    memory = {"handle_timeout_termination": False}  # the other is not to be had with optimize_memory_usage
-    options = dict(learning_rate=1e-4, buffer_size=20_000, optimize_memory_usage=True, replay_buffer_kwargs=memory)
-    options |= dict(learning_starts=2_000, batch_size=32, target_update_interval=8_000, seed=args.seed, device="cpu")
-    options |= dict(train_freq=4, gradient_steps=8, policy_kwargs={"net_arch": [512]})  # 4 steps of 8 environments each
-    options |= dict(max_grad_norm=0.5) if library == "stable_baselines3" else {}
-    model = importlib.import_module(library).DQN("CnnPolicy", atari(args.env_id, 8, args.seed), **options)
+    memory = {"handle_timeout_termination": False}  # required by optimize_memory_usage
+    options = dict(
+        learning_rate=1e-4,
+        buffer_size=20_000,
+        optimize_memory_usage=True,
+        replay_buffer_kwargs=memory,
+    )
+    options |= dict(
+        learning_starts=2_000,
+        batch_size=32,
+        target_update_interval=8_000,
+        seed=args.seed,
+        device="cpu",
+    )
+    options |= dict(train_freq=4, gradient_steps=8)  # 4 steps of each of the 8 environments
+    if library == "stable_baselines3":
+        options["max_grad_norm"] = 0.5
+    envs, network = atari(args.env_id, 8, args.seed), {"net_arch": [512]}
+    algorithm = importlib.import_module(library).DQN
+    model = algorithm("CnnPolicy", envs, policy_kwargs=network, **options)
     return learn(model, args, deterministic=True)
 
 
 def learn(model, args, deterministic: bool) -> list[float]:
-    """Train, print a point after each update, and log the returns of whole episodes. Returns those of an evaluation."""
+    """Train, print a point after each update, log the returns of whole episodes, and evaluate.
+
+    Returns the returns of the evaluation's episodes.
+    """
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.evaluation import evaluate_policy
 
@@ -91,14 +117,20 @@ def learn(model, args, deterministic: bool) -> list[float]:
         def _on_step(self) -> bool:
             for info in self.locals["infos"]:
                 if args.writer and "episode" in info:
-                    args.writer.add_scalar("charts/episodic_return", info["episode"]["r"], self.num_timesteps)
+                    args.writer.add_scalar(
+                        "charts/episodic_return", info["episode"]["r"], self.num_timesteps
+                    )
             return True
 
     model.learn(args.total_timesteps, callback=Points())
     point(args, model.num_timesteps)
     env = model.get_env()
     env.training = env.norm_reward = False  # of VecNormalize: the statistics of training, frozen
-    options = {"n_eval_episodes": 10, "deterministic": deterministic, "return_episode_rewards": True}
+    options = {
+        "n_eval_episodes": 10,
+        "deterministic": deterministic,
+        "return_episode_rewards": True,
+    }
     return evaluate_policy(model, env, **options)[0] if args.run_folder else []
 
 
@@ -122,7 +154,10 @@ def pfrl_a3c(args) -> list[float]:
         def __init__(self, rank: int) -> None:
             gym.register_envs(ale_py)
             env = gym.make("PongNoFrameskip-v4")
-            self.env, self.seed = gym.wrappers.AtariPreprocessing(env, frame_skip=4, screen_size=42), rank
+            self.env, self.seed = (
+                gym.wrappers.AtariPreprocessing(env, frame_skip=4, screen_size=42),
+                rank,
+            )
 
         def reset(self):
             obs, _ = self.env.reset(seed=self.seed)
@@ -142,17 +177,23 @@ def pfrl_a3c(args) -> list[float]:
             std, mean = torch.std_mean(obs, dim=(1, 2, 3), keepdim=True)
             return (obs - mean) / std.clamp(min=1)
 
-    convolutions = [layer for i in range(4) for layer in (Conv2d(32 if i else 1, 32, 3, 2, 1), ELU())]
+    convolutions = [
+        layer for i in range(4) for layer in (Conv2d(32 if i else 1, 32, 3, 2, 1), ELU())
+    ]
     policy = Sequential(Linear(256, 6), pfrl.policies.SoftmaxCategoricalHead())
     heads = pfrl.nn.Branched(policy, Linear(256, 1))
     model = pfrl.nn.RecurrentSequential(Scaled(), *convolutions, Flatten(), LSTM(288, 256), heads)
     model.share_memory()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     for parameter in model.parameters():
-        state = {name: torch.zeros_like(parameter).share_memory_() for name in ("exp_avg", "exp_avg_sq")}
+        state = {
+            name: torch.zeros_like(parameter).share_memory_() for name in ("exp_avg", "exp_avg_sq")
+        }
         optimizer.state[parameter] = state | {"step": torch.zeros(()).share_memory_()}
     options = dict(t_max=20, gamma=0.99, beta=0.01, max_grad_norm=50.0, recurrent=True)
-    run = dict(agent=a3c.A3C(model, optimizer, **options), steps=args.total_timesteps, eval_interval=None)
+    run = dict(
+        agent=a3c.A3C(model, optimizer, **options), steps=args.total_timesteps, eval_interval=None
+    )
     run |= dict(random_seeds=list(range(args.workers)))
     run |= dict(global_step_hooks=[lambda env, agent, step: step % 200 or point(args, step)])
     pfrl.experiments.train_agent_async("pfrl", args.workers, lambda rank, test: Env(rank), **run)
@@ -160,13 +201,17 @@ def pfrl_a3c(args) -> list[float]:
 
 
 def jaxmarl_qmix(args) -> list[float]:
-    """JaxMARL's own qmix_rnn.py on SMAX, of the size of qmix_smac.py, with its own number of updates or another.
+    """JaxMARL's qmix_rnn.py on SMAX, at the sizes of qmix_smac.py, with `args.updates` updates.
 
-    8 environments play 128 steps each, then it makes 8 updates of 32 sequences of 128 steps. Its environments begin
-    new episodes within a sequence, so that its updates train on all 128 steps, ours on one episode.
+    8 environments take 128 steps each, then it makes 8 updates of 32 sequences of 128 steps. Its
+    environments start new episodes within a sequence, so that its updates train on all 128 steps,
+    ours on one episode.
     """
     if "JAXMARL" not in os.environ:
-        sys.exit("error: JAXMARL must name a clone of github.com/FLAIROx/JaxMARL, whose package leaves qmix_rnn.py out")
+        sys.exit(
+            "error: JAXMARL must name a clone of github.com/FLAIROx/JaxMARL, "
+            "whose package lacks qmix_rnn.py"
+        )
     folder = Path(os.environ["JAXMARL"]) / "baselines" / "QLearning"
     sys.path.insert(0, str(folder))
     import jax
@@ -174,16 +219,35 @@ def jaxmarl_qmix(args) -> list[float]:
     import yaml
 
     config = yaml.safe_load((folder / "config" / "alg" / "ql_rnn_smax.yaml").read_text())
-    config |= dict(TOTAL_TIMESTEPS=args.total_timesteps, MAP_NAME=args.env_id, NUM_ENVS=8, NUM_EPOCHS=args.updates)
-    config |= dict(HIDDEN_SIZE=64, MIXER_EMBEDDING_DIM=32, MIXER_HYPERNET_HIDDEN_DIM=64, LR=5e-4, LEARNING_STARTS=1_024)
-    config |= dict(TEST_DURING_TRAINING=bool(args.run_folder), TEST_NUM_ENVS=32, WANDB_MODE="taken by log below")
+    config |= dict(
+        TOTAL_TIMESTEPS=args.total_timesteps,
+        MAP_NAME=args.env_id,
+        NUM_ENVS=8,
+        NUM_EPOCHS=args.updates,
+    )
+    config |= dict(
+        HIDDEN_SIZE=64,
+        MIXER_EMBEDDING_DIM=32,
+        MIXER_HYPERNET_HIDDEN_DIM=64,
+        LR=5e-4,
+        LEARNING_STARTS=1_024,
+    )
+    config |= dict(
+        TEST_DURING_TRAINING=bool(args.run_folder),
+        TEST_NUM_ENVS=32,
+        WANDB_MODE="taken by log below",
+    )
     returns = []
 
     def log(metrics: dict) -> None:
         point(args, int(metrics["env_step"]))
-        if args.writer:  # tests are every twentieth of a run: the same values are logged until the next
+        if (
+            args.writer
+        ):  # tests are every twentieth of a run: the same values are logged until the next
             returns.append(config["REW_SCALE"] * float(metrics["test_returned_episode_returns"]))
-            args.writer.add_scalar("eval/battle_won_rate", float(metrics["test_returned_won_episode"]), args.step)
+            args.writer.add_scalar(
+                "eval/battle_won_rate", float(metrics["test_returned_won_episode"]), args.step
+            )
 
     qmix_rnn.wandb = type("wandb", (), {"log": staticmethod(log)})
     env, _ = qmix_rnn.env_from_config(copy.deepcopy(config))
@@ -205,7 +269,9 @@ PROGRAMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("peer", choices=PROGRAMS)
     parser.add_argument("--env-id", default="HalfCheetah-v4")
     parser.add_argument("--seed", type=int, default=1)
@@ -213,7 +279,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--workers", type=int, default=2, help="of an asynchronous peer")
     parser.add_argument("--updates", type=int, default=8, help="of jaxmarl_qmix in 1,024 steps")
-    parser.add_argument("--run-folder", type=Path, help="leave result.json and TensorBoard events there")
+    parser.add_argument(
+        "--run-folder", type=Path, help="leave result.json and TensorBoard events there"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.writer, started = None, time.time()
@@ -221,6 +289,7 @@ def main() -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
+        write_provenance(folder, f"{PACKAGES} {PEERS}")
         for left_behind in folder.glob("events.*"):
             left_behind.unlink()
         args.writer = SummaryWriter(str(folder))
@@ -228,10 +297,12 @@ def main() -> None:
     if folder:
         args.writer.add_scalar("eval/episodic_return", np.mean(returns), args.step)
         args.writer.close()
+        names = ["env_id", "seed", "total_timesteps", "threads"]
+        if args.peer == "jaxmarl_qmix":
+            names.append("updates")
         result = {"script": args.peer, "episodic_return": returns, "global_step": args.step}
-        names = "env_id seed total_timesteps threads".split() + ["updates"] * (args.peer == "jaxmarl_qmix")
-        result |= {"seconds": time.time() - started, "args": {name: getattr(args, name) for name in names}}
-        result |= {"versions": versions(f"{PACKAGES} {PEERS}"), "machine": machine(), "commit": commit()}
+        result["seconds"] = time.time() - started
+        result["args"] = {name: getattr(args, name) for name in names}
         (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 

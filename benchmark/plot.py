@@ -1,14 +1,15 @@
-"""Learning curves of the collected results: a figure per script with a panel per environment, and one of all scripts.
+"""Learning curves: a figure per script with a panel per environment, and one of all scripts.
 
-    python benchmark/plot.py                         # all: figures/{script}.pdf and .png, figures/overview.pdf and .png
-    python benchmark/plot.py --scripts ppo_continuous overview
+    python benchmark/plot.py    # figures/{script}.pdf and .png, figures/overview.pdf and .png
 
-A run is cut into 100 equal bins of steps, or fewer where it has fewer than 400 points (200 evaluations). A seed's value
-in a bin is the mean of its episodes that ended there, drawn at the bin's end. A thin line is a seed; the thick one is
-the mean of the seeds, from five seeds on their interquartile mean (IQM); the band is its 95 % bootstrap interval over
-seeds. Each variant has a colour; runs that differ in their length only share one, and a dot is where each ends. Runs of
-more than three times the length of an environment's shortest have a panel of their own. A dashed line is a published
-score, or a number where the line would press the curves to the ground. The same results give the same files.
+A run is cut into 100 equal bins of steps, or fewer if it has fewer than 400 points (200
+evaluations). A seed's value in a bin is the mean of its episodes that ended there, drawn at the
+bin's end. A thin line is a seed; the thick one is the mean over seeds, from five seeds on their
+interquartile mean (IQM); the band is its 95 % bootstrap interval over seeds. Each variant has a
+color; runs that differ only in their length share one, and a dot marks where each ends. Runs of
+more than three times the length of an environment's shortest have a panel of their own. A dashed
+line is a published score, or a number where the line would flatten the curves. The same results
+give the same files.
 """
 
 import argparse
@@ -24,9 +25,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
-LABELS = {"charts/episodic_return": "training return", "eval/battle_won_rate": "battles won (fraction)"}
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")  # Okabe, Ito 2008
-LOOKS = [{"color": colour, "linestyle": dashes} for dashes in ("-", "--", ":", "-.") for colour in COLOURS]
+LABELS = {
+    "charts/episodic_return": "training return",
+    "eval/battle_won_rate": "battles won (fraction)",
+}
+# Okabe, Ito 2008
+COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #F0E442".split()
+DASHES = ("-", "--", ":", "-.")
+LOOKS = [{"color": color, "linestyle": dashes} for dashes in DASHES for color in COLORS]
 WIDTH = 6.75  # inches of two columns of a paper
 STYLE = {
     "font.size": 7,
@@ -39,18 +45,22 @@ STYLE = {
 
 
 def iqm(values: np.ndarray, axis: int = 0) -> np.ndarray:
-    """Interquartile mean: the mean without the lowest and the highest quarter of the values, each rounded down."""
+    """Interquartile mean: without the lowest and the highest quarter, each rounded down."""
     return scipy.stats.trim_mean(values, 0.25, axis=axis)
 
 
-def centre(values: np.ndarray, axis: int = 0) -> np.ndarray:
+def center(values: np.ndarray, axis: int = 0) -> np.ndarray:
     """The IQM of five or more values, the mean of fewer."""
     return iqm(values, axis) if values.shape[axis] >= 5 else values.mean(axis)
 
 
-def bootstrap(values: np.ndarray, statistic=centre) -> tuple[np.ndarray, np.ndarray]:
-    """The 95 % percentile bootstrap interval of a statistic over seeds; `values` (seeds, ...) give two arrays (...)."""
-    options = {"n_resamples": 2000, "method": "percentile", "vectorized": True, "rng": np.random.default_rng(0)}
+def bootstrap(values: np.ndarray, statistic=center) -> tuple[np.ndarray, np.ndarray]:
+    """The 95 % percentile bootstrap interval of a statistic over seeds.
+
+    From values (seeds, ...) to two arrays (...).
+    """
+    options = {"n_resamples": 2000, "method": "percentile", "vectorized": True}
+    options["rng"] = np.random.default_rng(0)
     return scipy.stats.bootstrap((values,), statistic, axis=0, **options).confidence_interval
 
 
@@ -62,7 +72,8 @@ def tag_of(script: str) -> str:
 def curves(paths: list[Path], tag: str, most_bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
     """The seeds of one variant on one grid: steps (B,) and values (seeds, B)."""
     tables = [table[table.tag == tag] for table in map(pd.read_csv, paths)]
-    points = 2 if tag.startswith("eval/") else 4  # at least so many a bin: an evaluation is of many episodes
+    # At least so many in a bin: an evaluation is of many episodes
+    points = 2 if tag.startswith("eval/") else 4
     bins = max(1, min(most_bins, *(len(table) // points for table in tables)))
     edges = np.linspace(0, max(table.step.max() for table in tables), bins + 1)
     ends, seeds = edges[1:], []
@@ -74,23 +85,35 @@ def curves(paths: list[Path], tag: str, most_bins: int = 100) -> tuple[np.ndarra
     return ends, np.array(seeds)
 
 
-def draw_panel(axes, script: str, env_id: str, runs: pd.DataFrame, results: Path, looks: dict) -> list[dict]:
-    """Draw an environment's runs, each variant with the look of its setting. Returns the published scores."""
+def draw_panel(
+    axes, script: str, env_id: str, runs: pd.DataFrame, results: Path, looks: dict
+) -> list[dict]:
+    """Draw an environment's runs, each variant in the look of its setting.
+
+    Returns the published scores.
+    """
     tag = tag_of(script)
     for variant, rows in runs.groupby("variant"):
         steps, values = curves([results / curves_name(row) for row in rows.to_dict("records")], tag)
         look = looks[setting(script, variant)]
         axes.plot(steps, values.T, color=look["color"], linewidth=0.4, alpha=0.5)
         if len(values) > 1:
-            axes.fill_between(steps, *bootstrap(values), color=look["color"], alpha=0.2, linewidth=0)
-        axes.plot(steps, centre(values), **look, linewidth=1.4, marker=".", markersize=4, markevery=[-1])
-    references = read_table(RESULTS / "references.csv").query("script == @script and env_id == @env_id")
+            axes.fill_between(
+                steps, *bootstrap(values), color=look["color"], alpha=0.2, linewidth=0
+            )
+        axes.plot(
+            steps, center(values), **look, linewidth=1.4, marker=".", markersize=4, markevery=[-1]
+        )
+    references = read_table(RESULTS / "references.csv")
+    references = references.query("script == @script and env_id == @env_id")
     references = references.to_dict("records") if tag.endswith("episodic_return") else []
     highest = axes.dataLim.ymax  # of the curves
     for reference in references:
         score = float(reference["score"])
         if score > 3 * highest > 0:
-            axes.text(0.02, 0.98, f"published: {score:g}", transform=axes.transAxes, va="top", fontsize=7)
+            axes.text(
+                0.02, 0.98, f"published: {score:g}", transform=axes.transAxes, va="top", fontsize=7
+            )
         else:
             axes.axhline(score, color="black", linewidth=0.8, linestyle="--")
     axes.set_xlim(left=0)
@@ -108,7 +131,8 @@ def draw(script: str, results: Path) -> Figure:
     runs = read_runs(results).query("script == @script")
     steps = runs.total_steps.astype(int)
     runs = runs.assign(longer=steps > 3 * steps.groupby(runs.env_id).transform("min"))
-    flags = {name: FLAG.findall(name) for name in {setting(script, variant) for variant in runs.variant}}
+    settings = {setting(script, variant) for variant in runs.variant}
+    flags = {name: FLAG.findall(name) for name in settings}
     common = set.intersection(*map(set, flags.values())) if len(flags) > 1 else set()
     own = {name: " ".join(flag for flag in flags[name] if flag not in common) for name in flags}
     looks = dict(zip(sorted(flags, key=own.get), LOOKS * len(flags)))  # the defaults, "", first
@@ -120,7 +144,8 @@ def draw(script: str, results: Path) -> Figure:
     for i, ((env_id, longer), group) in enumerate(panels):
         axes = figure.add_subplot(rows, across, i + 1)
         for reference in draw_panel(axes, script, env_id, group, results, looks):
-            name = f"published: {reference['source']}, {EngFormatter(sep='')(int(reference['steps']))} steps"
+            steps = EngFormatter(sep="")(int(reference["steps"]))
+            name = f"published: {reference['source']}, {steps} steps"
             sources[name] = Line2D([], [], color="black", linestyle="--")
         axes.set_title(f"{env_id}, longer runs" if longer else env_id)
         axes.set_xlabel("" if i + across < len(panels) else axes.get_xlabel())
@@ -130,7 +155,8 @@ def draw(script: str, results: Path) -> Figure:
     for name, look in looks.items():
         sizes = runs[runs.setting == name].groupby(["variant", "env_id"]).size()
         counts = " to ".join(dict.fromkeys(map(str, (sizes.min(), sizes.max()))))
-        legend[f"{own[name] or 'defaults'}: {counts} seed{'s' * (counts != '1')}"] = Line2D([], [], **look)
+        seeds = f"{counts} seed{'s' * (counts != '1')}"
+        legend[f"{own[name] or 'defaults'}: {seeds}"] = Line2D([], [], **look)
     legend |= sources
     if common:
         legend["all runs with " + " ".join(sorted(common))] = Line2D([], [], linestyle="none")
@@ -143,7 +169,8 @@ def draw_overview(results: Path) -> Figure:
     """A panel per script: the runs that README's table names, with the published score dashed."""
     found = front(read_runs(results))
     figure = Figure(figsize=(10, 2.4), layout="constrained")
-    for axes, (script, runs) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items()):
+    panels = figure.subplots(1, len(found), squeeze=False)[0]
+    for axes, (script, runs) in zip(panels, found.items()):
         env_id, variant = runs.iloc[0][["env_id", "variant"]]
         draw_panel(axes, script, env_id, runs, results, {setting(script, variant): LOOKS[0]})
         axes.set_title(f"{script}.py\n{env_id}\nseeds: {len(runs)}")
@@ -152,8 +179,12 @@ def draw_overview(results: Path) -> Figure:
 
 def main(argv: list[str]) -> None:
     """Draw the figures, and name the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", nargs="+", help="default: ours that have results, and overview")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--scripts", nargs="+", help="default: ours that have results, and overview"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--figures", type=Path, default=ROOT / "benchmark" / "figures")
     args = parser.parse_args(argv)

@@ -1,12 +1,13 @@
-"""Speed of each script beside its peers at the same hyperparameters, as whole processes, by turns on one machine.
+"""Speed of each script beside its peers at the same hyperparameters, on one machine.
 
-    python benchmark/speed.py --scripts ppo_continuous --repeats 3            # about ten minutes
-    JAXMARL=~/JaxMARL python benchmark/speed.py --scripts qmix_smac_3m        # a clone of github.com/FLAIROx/JaxMARL
+    python benchmark/speed.py --scripts ppo_continuous --repeats 3    # about ten minutes
+    JAXMARL=~/JaxMARL python benchmark/speed.py --scripts qmix_smac_3m
 
-A machine that others use too is fast now and slow then: so the programs of a round run by turns, one for four seconds
-while the others are stopped, and only the time of one's own turns counts. Steady speed is measured from the end of the
-warm-up to the end of training, where that is long enough over the same part of the round for all. Wall time is that of
-the whole process. Appends to benchmark/results/speed.csv; tables.py shows it.
+The last one needs a clone of github.com/FLAIROx/JaxMARL. A shared machine is fast now and slow
+then, so the programs of a round take turns: one runs for four seconds while the others are stopped,
+and only the time of its own turns counts. Steady speed is measured from the end of the warm-up to
+the end of training, over the same part of the round for all if that is long enough. Wall time is
+that of the whole process. Appends to benchmark/results/speed.csv, which tables.py shows.
 """
 
 import argparse
@@ -23,23 +24,20 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import torch
-from common import PACKAGES, PEERS, RESULTS, ROOT, commit, machine, read_events, read_table, versions
+from common import RESULTS, ROOT, STEPS, read_events, read_table
+from provenance import PACKAGES, PEERS, commit, machine, versions
 
 A2C = "a2c_atari.py --no-cuda --eval-episodes 1 --log-interval 10"
-A3C = "a3c_atari.py --checkpoint-interval 100000000 --eval-episodes 1 --log-interval 10 --num-workers"
-DQN = "dqn_per_atari.py --no-cuda --eval-episodes 1 --log-interval 5 --learning-starts 2000 --buffer-size 20000"
+A3C = (
+    "a3c_atari.py --checkpoint-interval 100000000 --eval-episodes 1 --log-interval 10 --num-workers"
+)
+DQN = (
+    "dqn_per_atari.py --no-cuda --eval-episodes 1 --log-interval 5 --learning-starts 2000 "
+    "--buffer-size 20000"
+)
 QMIX = "qmix_smac.py --log-interval 1000 --test-interval 10000000 --env-id 3m"
 ATARI_PEER = "--env-id BreakoutNoFrameskip-v4 --threads 2"
-TORCHRUN = "-m torch.distributed.run --nproc-per-node 2"
 JAXMARL = "benchmark/peers.py jaxmarl_qmix --env-id 3m --updates"
-STEPS = {  # of a run; the first quarter is warm-up
-    "ppo_continuous": 102_400,
-    "a2c_atari": 40_000,
-    "a3c_atari": 40_000,
-    "dqn_per_atari": 24_000,  # after a quarter Adam's averages of dead units fade below 1e-38, which slows a CPU
-    "qmix_smac_3m": 60_000,
-    "a2c_ranks": 20_000,
-}
 PROGRAMS = [  # what is compared, name, command; the ratios of a table are to its first program
     ("ppo_continuous", "Stable-Baselines3 PPO", "benchmark/peers.py sb3_ppo"),
     ("ppo_continuous", "SBX PPO", "benchmark/peers.py sbx_ppo"),
@@ -47,8 +45,7 @@ PROGRAMS = [  # what is compared, name, command; the ratios of a table are to it
     ("ppo_continuous", "ppo_continuous.py --compile", "ppo_continuous.py --compile"),
     ("a2c_atari", "Stable-Baselines3 A2C", f"benchmark/peers.py sb3_a2c {ATARI_PEER}"),
     ("a2c_atari", "a2c_atari.py", A2C),
-    ("a2c_atari", "a2c_atari.py --compile", f"{A2C} --compile"),
-    ("a2c_atari", "a2c_atari.py --bf16 --compile", f"{A2C} --bf16 --compile"),
+    ("a2c_atari", "a2c_atari.py --bf16", f"{A2C} --bf16"),
     ("a3c_atari", "PFRL A3C, 2 workers", "benchmark/peers.py pfrl_a3c --workers 2"),
     ("a3c_atari", "a3c_atari.py, 2 workers", f"{A3C} 2"),
     ("a3c_atari", "a3c_atari.py, 8 workers", f"{A3C} 8"),
@@ -59,8 +56,6 @@ PROGRAMS = [  # what is compared, name, command; the ratios of a table are to it
     ("qmix_smac_3m", "JaxMARL QMIX, one update per episode", f"{JAXMARL} 63"),
     ("qmix_smac_3m", "JaxMARL QMIX, its own 8 updates per 1,024 steps", f"{JAXMARL} 8"),
     ("qmix_smac_3m", "qmix_smac.py", QMIX),
-    ("a2c_ranks", "a2c_atari.py, two threads", f"{A2C} --torch-threads 2 --env-threads 2"),
-    ("a2c_ranks", "a2c_atari.py, two ranks", f"{TORCHRUN} {A2C} --torch-threads 1 --env-threads 1"),
 ]
 
 
@@ -76,7 +71,8 @@ def signal_all(process: subprocess.Popen, signum: int) -> None:
 def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
     """Run commands by turns of so many seconds, each to its end in an empty folder.
 
-    Returns for each its steady steps per second, its wall seconds and the peak memory in MB of its largest process.
+    Returns for each its steady steps per second, wall seconds, and the peak memory in MB of its
+    largest process.
     """
     processes, turns, peaks = [], [[] for _ in commands], [0] * len(commands)
     running = list(range(len(commands)))
@@ -85,10 +81,11 @@ def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
         try:
             for folder, command in zip(folders, commands):
                 folder.mkdir()
-                words = [str(ROOT / word) if word.endswith(".py") else word for word in command.split()]
+                path, *flags = command.split()
+                program = [sys.executable, str(ROOT / path), *flags]
                 with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
-                    program = [sys.executable, *words]
-                    processes.append(subprocess.Popen(program, cwd=folder, stdout=stdout, stderr=stderr))
+                    process = subprocess.Popen(program, cwd=folder, stdout=stdout, stderr=stderr)
+                processes.append(process)
                 signal_all(processes[-1], signal.SIGSTOP)
             while running:
                 for i in list(running):
@@ -102,9 +99,11 @@ def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
                         signal_all(processes[i], signal.SIGSTOP)
                         continue
                     running.remove(i)
-                    peaks[i], processes[i].returncode = usage.ru_maxrss // 1024, os.waitstatus_to_exitcode(status)
+                    peaks[i] = usage.ru_maxrss // 1024
+                    processes[i].returncode = os.waitstatus_to_exitcode(status)
                     if processes[i].returncode:
-                        sys.exit(f"error: {commands[i]} failed: {(folders[i] / 'stderr').read_text()}")
+                        errors = (folders[i] / "stderr").read_text()
+                        sys.exit(f"error: {commands[i]} failed: {errors}")
         finally:
             for process in processes:
                 if process.returncode is None:
@@ -117,9 +116,11 @@ def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
         begins, ends = [max(begins)] * len(commands), [min(ends)] * len(commands)
     measured = []
     for each, mine, begin, end, peak in zip(points, turns, begins, ends, peaks):
-        (first_step, first), *_, (last_step, last) = [(s, active(mine, t)) for s, t in each if begin <= t <= end]
+        steady = [(step, active(mine, clock)) for step, clock in each if begin <= clock <= end]
+        (first_step, first), (last_step, last) = steady[0], steady[-1]
         speed, wall = (last_step - first_step) / (last - first), active(mine, mine[-1][1])
-        measured.append({"steps_per_second": round(speed, 1), "wall_seconds": round(wall, 1), "peak_mb": peak})
+        row = {"steps_per_second": round(speed, 1), "wall_seconds": round(wall, 1)}
+        measured.append(row | {"peak_mb": peak})
     return measured
 
 
@@ -128,8 +129,12 @@ def read_points(folder: Path) -> list[tuple[int, float]]:
     if runs := list((folder / "runs").glob("*")):
         events = read_events(runs[0])
         return events[events.tag == "charts/SPS"][["step", "seconds"]].values.tolist()
-    lines = [line.split() for line in (folder / "stdout").read_text().splitlines() if line.startswith("point")]
-    return [(int(step), float(seconds)) for _, step, seconds in lines]
+    points = []
+    for line in (folder / "stdout").read_text().splitlines():
+        if line.startswith("point"):
+            _, step, seconds = line.split()
+            points.append((int(step), float(seconds)))
+    return points
 
 
 def active(turns: list[tuple[float, float]], clock: float) -> float:
@@ -138,18 +143,26 @@ def active(turns: list[tuple[float, float]], clock: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scripts", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
-    parser.add_argument("--steps", type=int, help="of a run, for a trial; nothing is written to results")
+    parser.add_argument(
+        "--steps", type=int, help="of a run, for a trial; nothing is written to results"
+    )
     args = parser.parse_args()
-    date = datetime.datetime.now().isoformat(sep=" ", timespec="minutes")  # marks the rows of one call
+    date = datetime.datetime.now().isoformat(
+        sep=" ", timespec="minutes"
+    )  # marks the rows of one call
     for script in args.scripts:
         steps = args.steps or STEPS[script]
         programs = {name: command for table, name, command in PROGRAMS if table == script}
         instructions = torch.backends.cpu.get_cpu_capability()
         if instructions == "AVX2":  # bfloat16 is far slower than float32 there
-            programs = {name: command for name, command in programs.items() if "--bf16" not in command}
+            programs = {
+                name: command for name, command in programs.items() if "--bf16" not in command
+            }
         commands = [f"{command} --total-timesteps {steps}" for command in programs.values()]
         found = ", ".join(map(" ".join, versions(f"{PACKAGES} {PEERS}").items()))
         where = {"machine": f"{machine()} ({instructions}), {found}", "commit": commit()}
@@ -157,7 +170,9 @@ def main() -> None:
             rows = []
             for name, run in zip(programs, measure(commands, steps // 4)):
                 print(f"{repeat + 1}/{args.repeats} {name}: {run}", flush=True)
-                rows.append({"date": date, "script": script, "name": name, "steps": steps} | run | where)
+                rows.append(
+                    {"date": date, "script": script, "name": name, "steps": steps} | run | where
+                )
             if not args.steps:
                 path = RESULTS / "speed.csv"
                 pd.concat([read_table(path), pd.DataFrame(rows)]).to_csv(path, index=False)

@@ -1,26 +1,40 @@
-"""Tables of scores, speed and hyperparameters: in README.md, in benchmark/README.md and as LaTeX in benchmark/tables.
+"""Tables of scores, speed and hyperparameters, and the check of all documents.
 
-    python benchmark/tables.py        # after new results
+    python benchmark/tables.py            # after new results: write tables and numbers anew
+    python benchmark/tables.py --check    # write nothing; print a line for each fault of documents
 
-They come from the CSV files in results and from the defaults of each script's `Args`. Of the two README.md only what
-stands between `<!-- name -->` and `<!-- end of name -->` changes.
+Tables come from the CSV files in results and from the defaults of each script's `Args`. They stand
+in documents between the lines `<!-- name -->` and `<!-- end of name -->`, and as LaTeX in
+benchmark/tables. README.md has the names scores and speed, other documents scores, provenance,
+figures, speed, frozen, kill_test and slurm_test. documents.py says what else is checked.
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
 
+import documents
 import numpy as np
 import pandas as pd
-from common import FRONT, NO_HYPERPARAMETERS, RESULTS, ROOT, arguments, front, read_runs, read_table
+from common import (
+    FRONT,
+    NO_HYPERPARAMETERS,
+    RESULTS,
+    ROOT,
+    STEPS,
+    arguments,
+    front,
+    read_runs,
+    read_table,
+)
 from plot import bootstrap, iqm
-from speed import STEPS
 
 PAPERS = {
     "ppo_continuous": "PPO, [Schulman et al. 2017](https://arxiv.org/abs/1707.06347)",
     "a2c_atari": "A2C, [Mnih et al. 2016](https://arxiv.org/abs/1602.01783)",
     "a3c_atari": "A3C with LSTM, [Mnih et al. 2016](https://arxiv.org/abs/1602.01783)",
-    "dqn_per_atari": "double dueling DQN with prioritised replay, [Schaul et al. 2016](https://arxiv.org/abs/1511.05952)",
+    "dqn_per_atari": "double dueling DQN with prioritized replay, [Schaul et al. 2016](https://arxiv.org/abs/1511.05952)",
     "qmix_smac": "QMIX (also VDN, IQL), [Rashid et al. 2018](https://arxiv.org/abs/1803.11485)",
 }
 
@@ -32,7 +46,7 @@ def number(value: float, scale: float | None = None) -> str:
 
 
 def interval(column: pd.Series, statistic=np.mean) -> str:
-    """The statistic over seeds, and its bootstrap interval if there are several. Empty where nothing was written."""
+    """The statistic over seeds, with its bootstrap interval if there are several, or nothing."""
     values = column[column != ""].astype(float).to_numpy()
     if not len(values):
         return ""
@@ -49,7 +63,9 @@ def published(script: str, env_id: str, references: pd.DataFrame) -> tuple[str, 
     scores, sources = [], []
     for row in rows.to_dict("records"):
         score = float(row["score"])
-        scores.append(number(score) + (f" ± {number(float(row['spread']), score)}" if row["spread"] else ""))
+        scores.append(number(score))
+        if row["spread"]:
+            scores[-1] += f" ± {number(float(row['spread']), score)}"
         sources.append(f"{row['source']}, {int(row['steps']) / 1e6:g}M steps")
     return "; ".join(scores), "; ".join(sources)
 
@@ -85,13 +101,17 @@ def front_scores(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
     table = []
     for script, rows in front(runs).items():
         (row,) = score_table(rows, references).to_dict("records")
-        score = f"{row['battles won']} of battles won" if row["battles won"] else row["training return"]
+        score = row["training return"]
+        if row["battles won"]:
+            score = f"{row['battles won']} of battles won"
+        if script == "dqn_per_atari":
+            score = row["evaluation"]  # as what is published
         table.append(
             {
                 "script": f"[`{script}.py`]({script}.py) ([page](docs/{script}.md))",
                 "algorithm, paper": PAPERS[script],
                 **{name: row[name] for name in ("environment", "steps", "seeds")},
-                "score": row["evaluation"] if script == "dqn_per_atari" else score,  # as what is published
+                "score": score,
                 "published": f"{row['published']} ({row['source']})" if row["source"] else "",
             }
         )
@@ -109,11 +129,12 @@ def newest_rounds(measured: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def spread(ratios: pd.Series) -> str:
     """The median, and the least and the most of several."""
-    return f"{ratios.median():.2f}" + (f" ({ratios.min():.2f} to {ratios.max():.2f})" if len(ratios) > 1 else "")
+    text = f"{ratios.median():.2f}"
+    return text if len(ratios) == 1 else f"{text} ({ratios.min():.2f} to {ratios.max():.2f})"
 
 
 def speed_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row for each program of one call: medians over the rounds, and the ratio to the first program."""
+    """A row for each program of one call: medians over rounds, ratios to the first program."""
     speeds = rows.pivot(index="round", columns="name", values="steps_per_second").astype(float)
     table = []
     for name in dict.fromkeys(rows.name):
@@ -133,29 +154,33 @@ def speed_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def front_speed(measured: pd.DataFrame) -> pd.DataFrame:
-    """README's table of speed: for each script our program, our fastest variant, and the fastest peer.
+    """README's table of speed: each script, its fastest variant, and the fastest peer.
 
     A peer that runs at its own hyperparameters has "own" in its name, and a row of its own.
     """
     table, found = [], newest_rounds(measured)
     for script in FRONT:
-        if not (names := [name for name in found if name.startswith(script)]):
+        names = [name for name in found if name.startswith(script)]
+        if not names:
             continue
         rows = found[names[0]]
-        when = [rows.date.iloc[0].split()[0], f"commit {rows.commit.iloc[0][:7]}", rows.machine.iloc[0].split(", ")[0]]
+        first = rows.iloc[0]
+        when = [first.date.split()[0], f"commit {first.commit[:7]}", first.machine.split(", ")[0]]
         when += ["one round"] if rows["round"].max() == 0 else []
         speeds = rows.pivot(index="round", columns="name", values="steps_per_second").astype(float)
         names = list(speeds.median().sort_values().index)  # the fastest last
         ours = [each for each in names if each.startswith(f"{script}.py")]
-        mine = dict.fromkeys([next(each for each in rows.name if each in ours), ours[-1]])  # the default first
+        default = next(each for each in rows.name if each in ours)
+        mine = dict.fromkeys([default, ours[-1]])
         own = [each for each in names if "own" in each.split()]
         for peer in [each for each in names if each not in ours + own][-1:] + own:
+            times = [spread(speeds[each] / speeds[peer]) for each in mine]
             table.append(
                 {
                     "program": "; ".join(f"`{each}`" for each in mine),
                     "steps/s": "; ".join(f"{speeds[each].median():,.0f}" for each in mine),
                     "fastest peer": f"{peer}: {speeds[peer].median():,.0f}",
-                    "times as fast": "; ".join(spread(speeds[each] / speeds[peer]) for each in mine),
+                    "times as fast": "; ".join(times),
                     "when, on what": ", ".join(when),
                 }
             )
@@ -163,11 +188,12 @@ def front_speed(measured: pd.DataFrame) -> pd.DataFrame:
 
 
 def hyperparameter_table(script: str) -> pd.DataFrame:
-    """The flags of a script that belong to the experiment, their defaults as written, and their help."""
+    """The flags of a script that belong to the experiment, with their defaults and help."""
     rows = []
     for flag, (default, meaning) in arguments(script).items():
         if flag[2:].replace("-", "_") not in NO_HYPERPARAMETERS:
-            default = f"{int(default):,}" if re.fullmatch(r"\d[\d_]*", default) else default.strip('"')
+            number = re.fullmatch(r"\d[\d_]*", default)
+            default = f"{int(default):,}" if number else default.strip('"')
             default = {"True": "yes", "False": "no", "None": "none"}.get(default, default)
             rows.append({"argument": flag, "default": default, "meaning": meaning})
     return pd.DataFrame(rows)
@@ -176,19 +202,22 @@ def hyperparameter_table(script: str) -> pd.DataFrame:
 def markdown(table: pd.DataFrame) -> str:
     """A table in markdown."""
     lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
-    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+    cells = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def latex(table: pd.DataFrame) -> str:
-    """A table in LaTeX: a tabular with booktabs' rules, to be put into a table environment of one's own."""
+    """A table in LaTeX: a tabular with booktabs' rules, without a table environment."""
     columns = "".join(r"p{0.6\linewidth}" if name == "meaning" else "l" for name in table)
-    text = table.map(lambda cell: cell.replace("`", "")).to_latex(index=False, escape=True, column_format=columns)
+    table = table.map(lambda cell: cell.replace("`", ""))
+    text = table.to_latex(index=False, escape=True, column_format=columns)
     text = re.sub(r"(?<![\w.-])(\d[\d.]*)e(-?\d+)\b", r"$\1 \\times 10^{\2}$", text)
-    text = re.sub(r"(?<![\w${-])-(?=[\d.])", "$-$", text).replace("±", r"$\pm$").replace("--", "-{}-")
+    text = re.sub(r"(?<![\w${-])-(?=[\d.])", "$-$", text)
+    text = text.replace("±", r"$\pm$").replace("--", "-{}-")
     return "% needs \\usepackage{booktabs}\n" + text
 
 
-def provenance(runs: pd.DataFrame) -> str:
+def provenance_list(runs: pd.DataFrame) -> str:
     """What the runs of each script were made on."""
     text = ""
     for (script, machine, versions), rows in runs.groupby(["script", "machine", "versions"]):
@@ -202,7 +231,8 @@ def speed_section(measured: pd.DataFrame) -> str:
     text = ""
     for name, rows in newest_rounds(measured).items():
         table = speed_table(rows)
-        text += f"`{name}` ({rows.machine.iloc[0]}, commit {rows.commit.iloc[0] or 'not noted'}):\n\n"
+        commit = rows.commit.iloc[0] or "not noted"
+        text += f"`{name}` ({rows.machine.iloc[0]}, commit {commit}):\n\n"
         command = f"python benchmark/speed.py --scripts {name} --repeats {table.rounds[0]}"
         command = f"JAXMARL=~/JaxMARL {command}" if name.startswith("qmix") else command
         text += f"```bash\n{command}\n```\n\n{markdown(table)}\n"
@@ -211,57 +241,85 @@ def speed_section(measured: pd.DataFrame) -> str:
 
 def frozen_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Means over seeds."""
-    table = rows.astype({"frozen": float, "fresh": float}).groupby(["env_id", "variant"])
-    table = table.agg(seeds=("seed", "count"), frozen=("frozen", "mean"), fresh=("fresh", "mean")).reset_index()
+    groups = rows.astype({"frozen": float, "fresh": float}).groupby(["env_id", "variant"])
+    means = {"seeds": ("seed", "count"), "frozen": ("frozen", "mean"), "fresh": ("fresh", "mean")}
+    table = groups.agg(**means).reset_index()
     return table.map(lambda cell: number(cell) if isinstance(cell, float) else str(cell))
 
 
-def replace_section(text: str, name: str, section: str) -> str:
-    """The text with another section between its two markers."""
-    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        sys.exit(f"error: the lines {begin} and {end} must be there once")
-    return f"{text.split(begin)[0]}{begin}\n\n{section.strip()}\n\n{end}{text.split(end)[1]}"
+def replace_sections(text: str, sections: dict[str, str]) -> tuple[str, list[str]]:
+    """The text with its sections between markers replaced, and faults of the markers."""
+    faults = []
+    for name in re.findall(r"^<!-- (?:end of )?(\w+) -->$", text, re.M):
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        if name not in sections or text.count(begin) != 1 or text.count(end) != 1:
+            faults.append(f"the marker {name} is unknown, or not there once with its end")
+            continue
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{sections[name].strip()}\n{end}{after}"
+    return text, list(dict.fromkeys(faults))
 
 
-def generate(results: Path) -> dict[Path, str]:
-    """All files as they should be: {path: text}."""
+def generate(results: Path) -> tuple[dict[Path, str], list[str]]:
+    """All generated files as they should be, {path: text}, and faults of the markers."""
     runs, measured = read_runs(results), read_table(results / "speed.csv")
-    references, frozen = read_table(results / "references.csv"), read_table(results / "frozen_or_fresh.csv")
+    references = read_table(results / "references.csv")
     scores = score_table(runs, references)
     drawn = sorted(FRONT.keys() & set(runs.script))
-    figures = "\n\n".join(f"![Learning curves of {name}](figures/{name}.png)" for name in drawn)
-    sections = {
-        ROOT / "README.md": {
-            "scores": markdown(front_scores(runs, references)),
-            "speed": markdown(front_speed(measured)),
-        },
-        ROOT / "benchmark" / "README.md": {
-            "scores": markdown(scores),
-            "provenance": provenance(runs),
-            "figures": figures,
-            "speed": speed_section(measured),
-            "frozen": markdown(frozen_table(frozen)),
-            "kill_test": f"```\n{(results / 'kill_test.txt').read_text()}```",
-            "slurm_test": f"```\n{(results / 'slurm_test.txt').read_text()}```",
-        },
+    figures = [f"![Learning curves of {name}](figures/{name}.png)" for name in drawn]
+    front_page = {
+        "scores": markdown(front_scores(runs, references)),
+        "speed": markdown(front_speed(measured)),
     }
-    files = {}
-    for path, texts in sections.items():
-        files[path] = path.read_text()
-        for name, section in texts.items():
-            files[path] = replace_section(files[path], name, section)
-    tables = {"scores": scores} | {f"hyperparameters_{script}": hyperparameter_table(script) for script in FRONT}
-    return files | {ROOT / "benchmark" / "tables" / f"{name}.tex": latex(table) for name, table in tables.items()}
+    sections = {
+        "scores": markdown(scores),
+        "provenance": provenance_list(runs),
+        "figures": "\n\n".join(figures),
+        "speed": speed_section(measured),
+        "frozen": markdown(frozen_table(read_table(results / "frozen_or_fresh.csv"))),
+        "kill_test": f"```\n{(results / 'kill_test.txt').read_text()}```",
+        "slurm_test": f"```\n{(results / 'slurm_test.txt').read_text()}```",
+    }
+    files, faults = {}, []
+    for path in documents.documents():
+        files[path], found = replace_sections(
+            path.read_text(), front_page if path == ROOT / "README.md" else sections
+        )
+        faults += [f"{path.relative_to(ROOT)}: {fault}" for fault in found]
+    tables = {f"hyperparameters_{script}": hyperparameter_table(script) for script in FRONT}
+    for name, table in (tables | {"scores": scores}).items():
+        files[ROOT / "benchmark" / "tables" / f"{name}.tex"] = latex(table)
+    return files, faults
 
 
-def main() -> None:
-    """Write what has changed."""
-    for path, text in generate(RESULTS).items():
-        if not path.exists() or path.read_text() != text:
+def main(argv: list[str]) -> int:
+    """Write what has changed, or check it. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, print faults")
+    args = parser.parse_args(argv)
+    files, faults = generate(RESULTS)
+    for path, text in files.items():
+        name = path.relative_to(ROOT)
+        if not args.check and path.suffix == ".md":
+            try:
+                text = documents.with_numbers(path, text)
+            except (ValueError, KeyError, OSError) as error:
+                faults.append(f"{name}: a number has no source: {error}")
+        if path.exists() and path.read_text() == text:
+            continue
+        if args.check:
+            faults.append(f"{name}: not what the results give (python benchmark/tables.py)")
+        else:
             path.write_text(text)
-            print(f"written: {path.relative_to(ROOT)}")
+            print(f"written: {name}")
+    if args.check:
+        faults += documents.faults()
+    print(*faults, sep="\n", end="\n" if faults else "")
+    return int(bool(faults))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,16 +1,19 @@
-"""Search hyperparameters with Optuna; any number of processes, on any machines that share a folder, join one study.
+"""Search hyperparameters with Optuna; processes on any machines that share a folder join a study.
 
-    python benchmark/tune.py ppo_continuous --env-ids Hopper-v4 Walker2d-v4 --trials 20 --targets 3000 4000 \\
+    python benchmark/tune.py ppo_continuous --env-ids Hopper-v4 Walker2d-v4 \\
+        --trials 20 --targets 3000 4000 \\
         --space learning_rate=1e-5..1e-3:log clip_coef=0.1,0.2,0.3 -- --total-timesteps 300000
 
-A trial runs the script on each environment and seed; its value is the mean return of the final evaluations, each
-divided by its environment's target. The study is a journal, {folder}/{script}.log: the same command elsewhere joins it,
-or goes on with it, until there are so many trials. A trial whose mean of the last 20 training episodes, looked at in
-each tenth of a run, falls below the median of the others is stopped. Flags behind `--` go to the script.
+A trial runs the script on each environment and seed; its value is the mean return of the final
+evaluations, each divided by its environment's target. The study is a journal,
+{folder}/{script}.log: the same command elsewhere joins it, or resumes it, until it has that many
+trials. A trial is stopped if its mean of the last 20 training episodes, looked at in each tenth of
+a run, falls below the median of the others. Flags after `--` go to the script.
 """
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import optuna
-from common import ROOT, read_events
+from common import ROOT, arguments, read_events
 from optuna.storages.journal import JournalFileBackend, JournalStorage
 
 
@@ -35,8 +38,18 @@ def suggest(trial: optuna.Trial, spec: str) -> str:
     return f"--{name.replace('_', '-')}={value}"
 
 
-def run(trial: optuna.Trial, command: list[str], folder: Path, first: int, target: float, poll: float) -> float:
-    """Run the script, report on it from step `first` of the trial on, return its score. Raises TrialPruned."""
+def total_steps(command: list[str], script: str) -> int:
+    """The steps that a run is asked for: its last --total-timesteps, or the script's default."""
+    flag = "--total-timesteps"
+    given = re.findall(rf"{flag}[= ](\d[\d_]*)", " ".join(command))
+    return int(given[-1] if given else arguments(script)[flag][0])
+
+
+def run(trial, command, folder: Path, first: int, total: int, target: float, poll: float) -> float:
+    """Run the script for `total` steps, report its progress from `first` on, return its score.
+
+    Raises TrialPruned.
+    """
     folder.mkdir(parents=True)
     with open(folder / "console.txt", "w") as console:
         process = subprocess.Popen(command, stdout=console, stderr=console)
@@ -46,7 +59,6 @@ def run(trial: optuna.Trial, command: list[str], folder: Path, first: int, targe
             events = read_events(folder)
             returns = events[events.tag == "charts/episodic_return"]
             if len(returns):
-                total = json.loads((folder / "args.json").read_text())["total_timesteps"]
                 tenth = first + min(9, 10 * returns.step.max() // total)
                 if tenth > (trial.study.trials[trial.number].last_step or -1):
                     trial.report(returns.value.tail(20).mean() / target, int(tenth))
@@ -57,17 +69,25 @@ def run(trial: optuna.Trial, command: list[str], folder: Path, first: int, targe
         process.wait()
     if process.returncode:
         raise RuntimeError(f"status {process.returncode}, see {folder / 'console.txt'}")
-    return float(np.mean(json.loads((folder / "result.json").read_text())["episodic_return"])) / target
+    result = json.loads((folder / "result.json").read_text())
+    return float(np.mean(result["episodic_return"])) / target
 
 
 def main(argv: list[str]) -> None:
-    own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    end = argv.index("--") if "--" in argv else len(argv)
+    own, flags = argv[:end], argv[end + 1 :]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("script")
     parser.add_argument("--env-ids", nargs="+", required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    parser.add_argument("--targets", nargs="+", type=float, help="a return for each environment; default 1")
-    parser.add_argument("--space", nargs="+", required=True, help="NAME=LOW..HIGH[:log] or NAME=A,B,C")
+    parser.add_argument(
+        "--targets", nargs="+", type=float, help="a return for each environment; default 1"
+    )
+    parser.add_argument(
+        "--space", nargs="+", required=True, help="NAME=LOW..HIGH[:log] or NAME=A,B,C"
+    )
     parser.add_argument("--trials", type=int, default=20, help="of all processes together")
     parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
     parser.add_argument("--poll", type=float, default=10, help="seconds between looks at a run")
@@ -79,10 +99,13 @@ def main(argv: list[str]) -> None:
         chosen, scores = [suggest(trial, spec) for spec in args.space], []
         for env_id in args.env_ids:
             for seed in args.seeds:
-                mine = args.folder / args.script / str(trial.number) / f"{env_id.replace('/', '-')}__{seed}"
-                command = [sys.executable, str(ROOT / f"{args.script}.py"), "--env-id", env_id, "--seed", str(seed)]
-                command += [*flags, *chosen, "--run-folder", str(mine)]
-                scores.append(run(trial, command, mine, 10 * len(scores), targets[env_id], args.poll))
+                name = f"{env_id.replace('/', '-')}__{seed}"
+                mine = args.folder / args.script / str(trial.number) / name
+                command = [sys.executable, str(ROOT / f"{args.script}.py"), *flags, *chosen]
+                command += ["--env-id", env_id, "--seed", str(seed), "--run-folder", str(mine)]
+                first, total = 10 * len(scores), total_steps(command, args.script)
+                target = targets[env_id]
+                scores.append(run(trial, command, mine, first, total, target, args.poll))
         return float(np.mean(scores))
 
     storage = JournalStorage(JournalFileBackend(str(args.folder / f"{args.script}.log")))
@@ -91,7 +114,9 @@ def main(argv: list[str]) -> None:
     study = optuna.create_study(storage=storage, study_name=args.script, load_if_exists=True, **how)
     done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
     enough = optuna.study.MaxTrialsCallback(args.trials, states=done)
-    study.optimize(objective, callbacks=[enough], n_trials=args.trials - len(study.get_trials(states=done)))
+    study.optimize(
+        objective, callbacks=[enough], n_trials=args.trials - len(study.get_trials(states=done))
+    )
     print(f"best of {len(study.trials)} trials: {study.best_value:.4g} with {study.best_params}")
 
 

@@ -76,7 +76,7 @@ def run_tests(folder: Path, *flags: str) -> str | None:
 
 
 def caught_by(bug: dict) -> str | None:
-    """The first test that fails with this bug, or None."""
+    """The first test that fails with this bug, or None. A bug without a place raises ValueError."""
     script = bug["script"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -121,9 +121,13 @@ def main() -> None:
         sys.exit(faults > 0)
     survived = 0
     with ThreadPoolExecutor(args.n) as pool:
-        for bug, test in zip(bugs, pool.map(caught_by, bugs)):
-            survived += test is None
-            print(f"{bug['script']}: {bug['what']}: {test or 'survived'}", flush=True)
+        for bug, future in [(bug, pool.submit(caught_by, bug)) for bug in bugs]:
+            try:
+                test = future.result() or "survived"
+            except ValueError as error:
+                test = f"survived, as it has no place: {error}"
+            survived += test.startswith("survived")
+            print(f"{bug['script']}: {bug['what']}: {test}", flush=True)
     print(f"{len(bugs) - survived} of {len(bugs)} caught")
     sys.exit(survived > 0)
 

@@ -1,9 +1,10 @@
-"""The same trained policies evaluated with the statistics they were trained with, frozen, and with fresh, moving ones.
+"""Policies evaluated with the statistics they were trained with, frozen, and with fresh ones.
 
-    python benchmark/experiments/frozen_or_fresh.py runs/ppo_continuous        # finished runs below this folder
+    python benchmark/experiments/frozen_or_fresh.py runs/ppo_continuous    # finished runs below it
 
-Fresh statistics are what an evaluation has that loads the parameters alone and normalises by what it sees. Both play
-the mean action on the same episodes. Writes results/frozen_or_fresh.csv; rows of other runs stay.
+An evaluation has fresh statistics if it loads the parameters alone and normalizes by what it sees.
+Both play the policy's mode on the same episodes. Writes results/frozen_or_fresh.csv; rows of other
+runs stay.
 """
 
 import dataclasses
@@ -25,13 +26,18 @@ def main(runs: Path) -> None:
     for path in sorted(runs.glob("**/model.pt")):
         model = ppo.load_checkpoint(path)
         args = dataclasses.replace(ppo.Args(**model["args"]), eval_episodes=10)
-        row = {"env_id": args.env_id, "variant": variant("ppo_continuous", model["args"]), "seed": str(args.seed)}
+        row = {
+            "env_id": args.env_id,
+            "variant": variant("ppo_continuous", model["args"]),
+            "seed": str(args.seed),
+        }
         for name in ("frozen", "fresh"):
             ppo.Environments = environments
             if name == "fresh":
-                model["obs_stats"] = ppo.RunningMeanStd(model["obs_stats"]["mean"].shape).state_dict()
-                ppo.Environments = lambda *inputs, frozen: environments(*inputs)
-            returns = ppo.evaluate(args, model, path.parent)["episodic_return"]
+                shape = model["obs_stats"]["mean"].shape
+                model["obs_stats"] = ppo.RunningMeanStd(shape).state_dict()
+                ppo.Environments = lambda *inputs, training: environments(*inputs)
+            returns = ppo.evaluate(args, model, path.parent)
             row |= {name: f"{np.mean(returns):.2f}", f"{name}_std": f"{np.std(returns):.2f}"}
         rows = pd.concat([read_table(table), pd.DataFrame([row | {"episodes": "10"}])])
         rows.drop_duplicates(["env_id", "variant", "seed"], keep="last").to_csv(table, index=False)

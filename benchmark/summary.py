@@ -1,0 +1,238 @@
+"""The short tables of README.md and benchmark/README.md, which tables.py writes between markers.
+
+One statistic throughout: the interquartile mean over seeds from five seeds on, the mean below
+(`plot.center`), with a 95 % bootstrap interval over seeds. One seed has no interval.
+"""
+
+import pandas as pd
+from common import FRONT, arguments, front, setting
+from plot import center
+from tables import interval, newest_rounds, number, spread
+
+NAMES = {
+    "ppo_continuous": ("PPO, Gaussian policy", "[2017](https://arxiv.org/abs/1707.06347)"),
+    "a2c_atari": ("A2C", "[2016](https://arxiv.org/abs/1602.01783)"),
+    "a3c_atari": ("A3C with an LSTM", "[2016](https://arxiv.org/abs/1602.01783)"),
+    "dqn_per_atari": (
+        "double dueling DQN with prioritized replay",
+        "[2016](https://arxiv.org/abs/1511.05952)",
+    ),
+    "qmix_smac": ("QMIX; also VDN, IQL", "[2018](https://arxiv.org/abs/1803.11485)"),
+}
+PEERS = {
+    "ppo_continuous": ("sb3_ppo", "Stable-Baselines3"),
+    "a2c_atari": ("sb3_a2c", "Stable-Baselines3"),
+    "qmix_smac": ("jaxmarl_qmix", "JaxMARL"),
+}
+ENVIRONMENTS = FRONT | {"ppo_continuous": "HalfCheetah-v4 Hopper-v4 Walker2d-v4"}
+REPLAY_MB = {"dqn_per_atari": 980_000 * 84 * 84 / 1e6}  # beyond speed.py's 20,000 transitions
+
+QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, and these in words
+    "truncation": [
+        ("ppo_continuous", "HalfCheetah-v4", "", "bootstrap at truncation (default)"),
+        ("ppo_continuous", "HalfCheetah-v4", "--no-bootstrap-truncation", "do not bootstrap"),
+    ],
+    "log_std": [
+        ("ppo_continuous", env_id, flags, words)
+        for env_id in ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4")
+        for flags, words in (("", "1 (default)"), ("--log-std-init -1", "0.37"))
+    ],
+    "vf_coef": [
+        ("ppo_continuous", "Humanoid-v4", "", "weight 0.5 (default)"),
+        ("ppo_continuous", "Humanoid-v4", "--vf-coef 1.0", "weight 1, as in Stable-Baselines3"),
+        ("sb3_ppo", "Humanoid-v4", "", "Stable-Baselines3"),
+    ],
+    "num_envs": [
+        ("ppo_continuous", "HalfCheetah-v4", "", "1 environment, 2,048 steps (default)"),
+        (
+            "ppo_continuous",
+            "HalfCheetah-v4",
+            "--num-envs 8 --num-steps 256",
+            "8 environments, 256 steps each",
+        ),
+    ],
+    "priorities": [
+        ("dqn_per_atari", f"{game}NoFrameskip-v4", f"--total-timesteps 600000 {flags}", words)
+        for game in ("Breakout", "Pong")
+        for flags, words in (
+            ("--middle-fraction 0.1 --bf16 --checkpoint-interval 100000", "prioritized"),
+            (
+                "--no-prioritized --middle-fraction 0.1 --bf16 --checkpoint-interval 100000",
+                "uniform",
+            ),
+        )
+    ],
+    "mixers": [
+        ("qmix_smac", env_id, f"--total-timesteps {steps}{flags}", words)
+        for env_id, steps in (
+            ("3m", 200_000),
+            ("8m", 200_000),
+            ("2s3z", 500_000),
+            ("2s3z", 2_000_000),
+        )
+        for flags, words in (
+            ("", "QMIX (default)"),
+            (" --mixer vdn", "VDN"),
+            (" --mixer none", "independent learners"),
+        )
+    ],
+}
+
+
+def score(rows: pd.DataFrame, column: str) -> str:
+    """The center with its interval, and how many seeds."""
+    return f"{interval(rows[column], center)}, {len(rows)} seed{'s' * (len(rows) > 1)}"
+
+
+def column_of(script: str) -> str:
+    """What is compared: training returns, for QMIX battles won in the tests of the last fifth."""
+    return "tests_battle_won_rate" if "qmix" in script else "training_return"
+
+
+def steps_of(rows: pd.DataFrame) -> int:
+    return int(rows.total_steps.astype(int).median())
+
+
+def at_equal_steps(rows: pd.DataFrame, steps: int) -> pd.DataFrame:
+    return rows[(rows.total_steps.astype(int) / steps).between(0.95, 1.05)]
+
+
+def algorithms(measured: pd.DataFrame) -> pd.DataFrame:
+    """A row for each script: its paper, its page, and what a default run takes."""
+    found, table = newest_rounds(measured), []
+    for script, (algorithm, paper) in NAMES.items():
+        rows = next(found[name] for name in found if name.startswith(script))
+        rows = rows[rows.name == next(n for n in rows.name if n.startswith(f"{script}.py"))]
+        steps = int(arguments(script)["--total-timesteps"][0])
+        seconds = steps / rows.steps_per_second.astype(float).median()
+        took = f"{seconds / 3600:.1f} h" if seconds > 3600 else f"{seconds / 60:.0f} min"
+        peak = rows.peak_mb.astype(float).median() + REPLAY_MB.get(script, 0)
+        table.append(
+            {
+                "script": f"[`{script}.py`]({script}.py)",
+                "algorithm": algorithm,
+                "paper": paper,
+                "page": f"[page](docs/{script}.md)",
+                "default run": f"{steps / 1e6:g}M steps, {took}, {peak / 1000:.1f} GB",
+            }
+        )
+    return pd.DataFrame(table)
+
+
+def results(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
+    """README's scores: the longest runs, and those that a peer has made as long."""
+    table, longest = [], front(runs)
+    for script in FRONT:
+        peer, peer_name = PEERS.get(script, ("", ""))
+        for env_id in ENVIRONMENTS[script].split():
+            flags = longest[script].variant.iloc[0] if script != "ppo_continuous" else ""
+            mine = runs[(runs.script == script) & (runs.env_id == env_id)]
+            theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
+            shown = [mine[mine.variant == flags]]
+            same = mine[mine.variant.map(lambda v: setting(script, v)) == setting(script, flags)]
+            if len(theirs) and not len(at_equal_steps(theirs, steps_of(shown[0]))):
+                shown.append(at_equal_steps(same, steps_of(theirs)))
+            for rows in shown:
+                steps = steps_of(rows)
+                other = at_equal_steps(theirs, steps)
+                known = references[(references.script == script) & (references.env_id == env_id)]
+                known = known[(known.steps.astype(int) / steps).between(0.95, 1.05)]
+                table.append(
+                    {
+                        "script": f"`{script}.py`",
+                        "environment": env_id,
+                        "steps": f"{steps / 1e6:.3g}M",
+                        "ours": score(rows, column_of(script)),
+                        "peer": f"{peer_name}: {score(other, column_of(script))}"
+                        if len(other)
+                        else "",
+                        "published": "; ".join(map(reference, known.to_dict("records"))),
+                    }
+                )
+    return pd.DataFrame(table)
+
+
+def reference(row: dict) -> str:
+    """A published score with its spread and source."""
+    value = float(row["score"])
+    spread_of = f" ± {number(float(row['spread']), value)}" if row["spread"] else ""
+    return f"{number(value)}{spread_of}, {row['source']}"
+
+
+def defaults(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
+    """benchmark/README's scores: every environment, in each the longest of the plainest runs."""
+    table = []
+    for script in FRONT:
+        for env_id, rows in runs[runs.script == script].groupby("env_id"):
+            plain = rows.variant.map(lambda v: (len(setting(script, v)), v))
+            rows = rows[plain.map(lambda key: key[0]) == min(key[0] for key in plain)]
+            rows = rows[rows.total_steps.astype(int) > 0.95 * rows.total_steps.astype(int).max()]
+            known = references[(references.script == script) & (references.env_id == env_id)]
+            known = known[(known.steps.astype(int) / steps_of(rows)).between(0.95, 1.05)]
+            table.append(
+                {
+                    "script": f"`{script}.py`",
+                    "environment": env_id,
+                    "steps": f"{steps_of(rows) / 1e6:.3g}M",
+                    "seeds": str(len(rows)),
+                    "training": interval(rows[column_of(script)], center),
+                    "evaluation": interval(
+                        rows["eval_battle_won_rate" if "qmix" in script else "eval_return"], center
+                    ),
+                    "published": "; ".join(map(reference, known.to_dict("records"))),
+                }
+            )
+    return pd.DataFrame(table)
+
+
+def question(name: str, runs: pd.DataFrame) -> pd.DataFrame:
+    """The table of one question: a row for each setting."""
+    table = []
+    for script, env_id, flags, words in QUESTIONS[name]:
+        rows = runs[(runs.script == script) & (runs.env_id == env_id) & (runs.variant == flags)]
+        if len(rows):
+            evaluated = "eval_battle_won_rate" if "qmix" in script else "eval_return"
+            table.append(
+                {
+                    "environment": env_id,
+                    "setting": words,
+                    "steps": f"{steps_of(rows) / 1e6:.3g}M",
+                    "seeds": str(len(rows)),
+                    "training": interval(rows[column_of(script)], center),
+                    "evaluation": interval(rows[evaluated], center),
+                }
+            )
+    return pd.DataFrame(table)
+
+
+def speed(measured: pd.DataFrame) -> pd.DataFrame:
+    """A row for each program and peer: the script, its fastest variant, the fastest peer.
+
+    A peer that runs at its own hyperparameters has "own" in its name, and a row of its own.
+    """
+    table, found = [], newest_rounds(measured)
+    for script in FRONT:
+        names = [name for name in found if name.startswith(script)]
+        if not names:
+            continue
+        rows = found[names[0]]
+        speeds = rows.pivot(index="round", columns="name", values="steps_per_second").astype(float)
+        ordered = list(speeds.median().sort_values().index)  # the fastest last
+        ours = [name for name in ordered if name.startswith(f"{script}.py")]
+        own = [name for name in ordered if "own" in name.split()]
+        default = next(name for name in rows.name if name in ours)
+        rounds = f"{len(speeds)} round{'s' * (len(speeds) > 1)}"
+        processor = "AMD EPYC" if "AMD" in rows.machine.iloc[0] else "Intel Xeon"
+        for peer in [name for name in ordered if name not in ours + own][-1:] + own:
+            for mine in dict.fromkeys([default, ours[-1]]):
+                table.append(
+                    {
+                        "program": f"`{mine}`",
+                        "steps/s": f"{speeds[mine].median():,.0f}",
+                        "fastest peer": peer,
+                        "its steps/s": f"{speeds[peer].median():,.0f}",
+                        "ratio": spread(speeds[mine] / speeds[peer]),
+                        "commit": f"{rows.commit.iloc[0][:7]}, {processor}, {rounds}",
+                    }
+                )
+    return pd.DataFrame(table)
