@@ -159,7 +159,7 @@ def check_links(page: Path, text: str) -> Iterator[str]:
             path = (page.parent / name).resolve() if name else page
             if not path.exists():
                 yield f"the link {target} leads nowhere"
-            elif anchor and anchor not in anchors(path.read_text()):
+            elif anchor and anchor not in anchors(text if path == page else path.read_text()):
                 yield f"the link {target} has no such heading"
 
 
