@@ -1,275 +1,276 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
-#     "torch==2.13.0", "gymnasium==1.3.0", "ale-py==0.12.1", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
-#     "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1", "huggingface-hub==2.4.0",
+#     "torch==2.13.0", "gymnasium==1.3.0", "ale-py==0.12.1", "numpy==2.4.6", "tyro==1.0.17",
+#     "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1",
+#     "huggingface-hub==2.4.0",
 # ]
 # ///
-r"""Deep Q-network (DQN) with prioritised replay on Atari, double and dueling.
+r"""Deep Q-network (DQN) on Atari: double, dueling, with prioritized replay.
 
-A network estimates the return of each action, Q(s, a). The agent plays the best action, or with probability epsilon a
-random one, and stores what happens in a replay memory. Minibatches are drawn from there, more often those transitions
-whose TD error was large. Each gradient step moves Q(s, a) towards the reward plus the discounted value of what came
-next, as an older copy of the network sees it.
+The agent acts epsilon-greedily on a network's estimate of the return, Q(s, a), and stores its
+transitions in a replay buffer. Gradient steps on minibatches from there, drawn by priority, move
+Q(s, a) towards the reward plus the discounted value of the next observation, which an older copy
+of the network estimates.
 
-[DQN]   Mnih, Kavukcuoglu, Silver, et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
-[DDQN]  van Hasselt, Guez, Silver 2016, "Deep reinforcement learning with double Q-learning", AAAI, arXiv:1509.06461
-[DUEL]  Wang et al. 2016, "Dueling network architectures for deep reinforcement learning", ICML, arXiv:1511.06581
-[PER]   Schaul, Quan, Antonoglou, Silver 2016, "Prioritized experience replay", ICLR, arXiv:1511.05952
-[RBW]   Hessel et al. 2018, "Rainbow: combining improvements in deep reinforcement learning", AAAI, arXiv:1710.02298
-[TIME]  Pardo, Tavakoli, Levdik, Kormushev 2018, "Time limits in reinforcement learning", ICML, arXiv:1712.00378
-[ALE]   Machado et al. 2018, "Revisiting the arcade learning environment", JAIR 61, arXiv:1709.06009
+[DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
+[DDQN]  van Hasselt et al. 2016, "Deep RL with double Q-learning", arXiv:1509.06461
+[DUEL]  Wang et al. 2016, "Dueling network architectures for deep RL", arXiv:1511.06581
+[PER]   Schaul et al. 2016, "Prioritized experience replay", arXiv:1511.05952
+[RBW]   Hessel et al. 2018, "Rainbow: combining improvements in deep RL", arXiv:1710.02298
 
-    symbol          variable           shape            meaning (N num_envs, n n_step, B batch_size)
-    s_t             obs                (N, 4, 84, 84)   the last four frames, uint8, one per agent step
-    a_t             actions            (N,)             index among the environment's actions
-    r_t             rewards            (N,)             reward, its sign only
-    Q(s, a)         q_network          (B, num_actions) value of each action, parameters theta
-    Q'(s, a)        target_network     (B, num_actions) the same with older parameters theta-minus
-    V, A            value, advantage   (B, 1), as Q     the two streams of Q, [DUEL] Eq. (9)
-    R^(n)           returns            (B,)             discounted sum of n rewards, [RBW] "Multi-step learning"
-    \gamma^n        discounts          (B,)             of the bootstrap's value; 0 after a termination
-    s_{t+n}         next_obs           (B, 4, 84, 84)   the observation n steps later, whose value is the bootstrap
-    \delta_i        td_errors          (B,)             TD error, [PER] Alg. 1, line 11
-    p_i             priorities         (B,)             |delta_i| + 1e-6, [PER] Sec. 3.3
-    p_i^\alpha      tree.leaves        (buffer_size,)   and their sums in the nodes of the tree, [PER] App. B.2.1
-    P(i)            probabilities      (B,)             of being drawn, [PER] Eq. (1)
-    w_i             weights            (B,)             importance-sampling weights, [PER] Sec. 3.4
-    \alpha, \beta   per_alpha, beta                     how much priorities count, how much of their bias is corrected
-    \epsilon        epsilon                             probability of a random action
+    symbol      variable          shape            meaning (N num_envs, n n_step, B batch_size)
+    s_t         obs               (N, 4, 84, 84)   the last frame_stack frames, uint8
+    Q(s, a)     q_network         (B, num_actions) action values, parameters theta
+    Q'(s, a)    target_network    (B, num_actions) the same with older parameters theta-minus
+    V, A        value, advantage  (B, 1), as Q     the streams of Q, [DUEL] Eq. (9)
+    R^(n)       returns           (B,)             n-step return, [RBW] "Multi-step learning"
+    \gamma^n    discounts         (B,)             discount of the bootstrap, 0 at termination
+    s_{t+n}     next_obs          (B, 4, 84, 84)   observation to bootstrap from
+    \delta_i    td_errors         (B,)             TD error, [PER] Alg. 1, line 11
+    p_i         priorities        (B,)             |delta_i| + 1e-6, [PER] Sec. 3.3
+    p_i^\alpha  tree.leaves       (buffer_size,)   [PER] App. B.2.1; alpha is per_alpha
+    P(i)        probabilities     (B,)             sampling probability, [PER] Eq. (1)
+    w_i         weights           (B,)             importance-sampling weight, [PER] Sec. 3.4
 
-Where this differs from the papers or from common practice, and why:
-  * The defaults are those of labml's annotated DQN, but for its replay of 2^14 transitions (`--buffer-size 16384`) and
-    its 32 million steps. Rewards, not scores, are clipped to their sign, as in [DQN], and draws stratified, as in
-    [PER]; labml does neither. As in labml, a layer of 512 stands before streams of 256; [DUEL]'s streams of 512 begin
-    at the convolutions. [DUEL] clips gradients to norm 10, not 0.5, and scales those that enter the last convolution by
-    1/sqrt(2). [PER]'s learning rate, a quarter of [DQN]'s, is of RMSprop, whose steps do not compare with Adam's.
-  * The target network is copied every 250 iterations: 2,000 gradient and 8,000 agent steps ([DQN]: 10,000 and 40,000).
-  * Epsilon and beta depend on the fraction of the run that is over. Extending a run moves both back.
-  * Priorities are of the TD error as it is; [PER] clips it to [-1, 1], as the Huber loss here clips its gradient. The
-    highest priority ever, with which new transitions begin, never falls. Weights are divided by the minibatch's largest
-    one; the largest of the whole memory, as in labml, would need a second tree.
-  * A time limit is not a failure, nor is the end of an episode at a checkpoint. [TIME] bootstraps there; here the n
-    transitions before it are never drawn, because the replay does not hold the observation that the episode ends with.
-    (At its time limit ale-py 0.12.1 gives one whose newest frame is stale.)
-  * With `--n-step` above 1 the rewards are those of an older policy, and nothing corrects for it, as in [RBW].
-  * A lost life ends the return, not the episode (labml ends it too), and the stack of frames goes on. On the first step
-    of each life FIRE is pressed for the agent: Breakout would wait for ever for one that never chooses it.
-  * `BreakoutNoFrameskip-v4` (or `BreakoutDeterministic-v4`: the same environment here) has no sticky actions,
-    `ALE/Breakout-v5` repeats the last action with probability 0.25 ([ALE]). An agent step is always four frames.
-  * At each checkpoint new episodes begin and random numbers restart, with seeds made of (seed, global_step), since
-    the vectorised emulator cannot save its state. So resuming is exact to the bit, if the checkpoint holds the replay.
+Differences from common implementations and the papers (reasons: docs/dqn_per_atari.md):
+  * Hyperparameters are labml's, but for the buffer (its 2^14), the length (its 32M steps), and the
+    first knot of epsilon (its 800,000 steps). Rewards are clipped and draws stratified.
+  * The target network is copied every 2,000 gradient steps. [DQN]'s table says 10,000, DQN Zoo
+    copies every 2,500.
+  * Priorities are of unclipped TD errors. Weights are divided by the minibatch's largest.
+  * Truncation is not termination: the n transitions before it are never drawn, since the buffer
+    lacks the final observation to bootstrap from.
+  * A lost life terminates the return, not the episode; FIRE is pressed on a life's first step.
+  * Checkpoints reset the environments and reseed all random generators, so that a resumed run is
+    bit-identical to an uninterrupted one.
 
-A file live.json in the folder of a run changes its learning rate: {"learning_rate": 5e-5}. At the next point of the log
-the script takes it over, writes a checkpoint with it, and deletes the file. Scores and speeds: README.md.
-
-    python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4            # writes runs/BreakoutNoFrameskip-v4__dqn_...
-    python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...   # continues an interrupted run, exactly
-    python dqn_per_atari.py --evaluate runs/BreakoutNoFrameskip-v4__.../model.pt --eval-episodes 20
+    python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4              # writes runs/Breakout...
+    python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...    # resumes a run
+    python dqn_per_atari.py --evaluate runs/BreakoutNoFrameskip-v4__...  # evaluates its model
 """
 
 import contextlib
-import ctypes
-import dataclasses
+import copy
 import json
 import math
+import multiprocessing
 import os
-import platform
+import random
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 import zipfile
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import ale_py
+# Trap: by default OpenMP's threads spin while they wait, which on a loaded machine stops the others
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn as nn
 import tyro
+from ale_py import Action
 from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 
-@dataclasses.dataclass
+@dataclass
 class Args:
-    """Deep Q-network with prioritised replay on Atari."""
+    """Deep Q-network with prioritized replay on Atari."""
 
     env_id: str = "BreakoutNoFrameskip-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 with sticky actions
-    total_timesteps: int = 10_000_000  # agent steps of the run, four frames each (rounded up to whole iterations)
-    num_envs: int = 8  # N: environments played side by side
-    num_steps: int = 4  # agent steps in each environment per iteration
-    updates: int = 8  # gradient steps per iteration, each on one minibatch
-    batch_size: int = 32  # transitions in a minibatch
-    buffer_size: int = 1_000_000  # transitions in the replay, 7.1 kB each; the memory is taken as it fills
+    total_timesteps: int = 10_000_000  # agent steps (four frames) of all environments
+    num_envs: int = 8  # N: parallel environments
+    num_steps: int = 4  # steps per environment and iteration
+    train_frequency: int = 4  # agent steps per gradient step, whatever num_envs is
+    target_network_frequency: int = 8_000  # agent steps between copies to the target network
+    batch_size: int = 32  # B: transitions per minibatch
+    buffer_size: int = 1_000_000  # transitions in the replay buffer (7.1 kB each)
     learning_starts: int = 16_384  # transitions stored before the first gradient step
     gamma: float = 0.99  # discount factor
     n_step: int = 1  # n: rewards summed before the bootstrap
-    double: bool = True  # whether q_network chooses the action that target_network values
-    dueling: bool = True  # whether the network has a stream for the state's value and one for the advantages
-    target_interval: int = 250  # iterations between copies of the parameters to the target network
-    prioritized: bool = True  # whether transitions are drawn by priority, else uniformly
-    per_alpha: float = 0.6  # alpha: how much priorities count
-    per_beta: float = 0.4  # beta at first: how much of the bias is corrected; it rises linearly to 1 over the run
-    start_epsilon: float = 1.0  # probability of a random action at first
-    middle_epsilon: float = 0.1  # ... after --middle-fraction of the run
-    middle_fraction: float = 0.025  # fraction of the run by whose end epsilon has fallen to --middle-epsilon
-    end_epsilon: float = 0.01  # ... after --end-fraction of the run
-    end_fraction: float = 0.5  # fraction of the run by whose end epsilon has fallen to --end-epsilon
-    learning_rate: float = 1e-4  # step size of Adam
-    adam_eps: float = 1e-8  # epsilon of Adam (Rainbow: 1.5e-4)
-    max_grad_norm: float = 0.5  # norm to which gradients are clipped
-    episodic_life: bool = True  # whether a lost life ends the return (the episode goes on)
-    eval_epsilon: float = 0.01  # probability of a random action in the evaluation
-    bf16: bool = False  # whether the networks compute in bfloat16: faster on some processors, far slower on others
-    env_threads: int = 0  # threads of the emulator (0: as many as there are cores)
-    log_interval: int = 100  # iterations between points of the losses in the log, and between looks at live.json
-    checkpoint_replay: bool = True  # whether checkpoints hold the replay; without it a resumed run begins with none
+    double: bool = True  # select with q_network the action that target_network evaluates
+    dueling: bool = True  # separate the network into a value and an advantage stream
+    prioritized: bool = True  # draw minibatches by priority, not uniformly
+    per_alpha: float = 0.6  # alpha: priority exponent
+    per_beta: float = 0.4  # initial beta, annealed linearly to 1
+    start_epsilon: float = 1.0  # initial probability of a random action
+    middle_epsilon: float = 0.1  # epsilon after --middle-fraction of the run
+    middle_fraction: float = 0.025
+    end_epsilon: float = 0.01  # epsilon after --end-fraction of the run
+    end_fraction: float = 0.5
+    learning_rate: float = 1e-4  # Adam's step size
+    adam_eps: float = 1e-8  # Adam's epsilon (Rainbow: 1.5e-4)
+    max_grad_norm: float = 0.5  # gradient clipping norm
+    frame_stack: int = 4  # frames per observation
+    episodic_life: bool = True  # treat a lost life as the end of the return
+    eval_epsilon: float = 0.01  # probability of a random action in evaluation
+    bf16: bool = False  # compute in bfloat16 (faster on some CPUs, far slower on others)
+    env_threads: int = 0  # emulator threads (0: one per core)
+    log_interval: int = 100  # iterations between logged losses
+    checkpoint_replay: bool = True  # without it, resuming starts with an empty replay buffer
 
-    exp_name: str = Path(__file__).stem  # name of this experiment, part of the run folder's name
-    seed: int = 1  # seed of the parameters, the exploration, the minibatches and the environments
-    torch_deterministic: bool = True  # whether cuDNN must be deterministic
-    cuda: bool = True  # whether to compute on the GPU, if there is one
-    torch_threads: int = 2  # threads of torch on the CPU; two gain on a quiet machine and lose much on a busy one
-    compile: bool = False  # whether to compile the loss (takes up to a minute, needs a C++ compiler on the CPU)
-    track: bool = False  # whether to track the run with Weights & Biases
-    wandb_project_name: str = "deep-rl-reference"  # project of the tracked run
-    wandb_entity: str | None = None  # entity (user or team) of the tracked run
-    capture_video: bool = False  # whether to record the first episode after each checkpoint and of the evaluation
-    save_model: bool = True  # whether to save the trained model as model.pt in the run folder
-    upload_model: bool = False  # whether to upload the model to the Hugging Face hub
-    hf_entity: str | None = None  # user or organisation on the Hugging Face hub (default: yours)
-    checkpoint_interval: int = 250_000  # agent steps of all environments between checkpoints, where new episodes begin
-    run_folder: str | None = None  # start the run in this folder, or continue the one that it holds
-    resume: str | None = None  # continue the run in this folder from its newest checkpoint, with its arguments
-    evaluate: str | None = None  # do not train: play episodes with this model.pt, checkpoint or run folder
-    eval_episodes: int = 10  # whole episodes of the evaluation
+    exp_name: str = Path(__file__).stem  # experiment name, part of the run folder's name
+    seed: int = 1  # seed of all random generators
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    cuda: bool = True  # use the GPU if there is one
+    torch_threads: int = 2  # PyTorch's CPU threads
+    track: bool = False  # track the run with Weights & Biases
+    wandb_project_name: str = "deep-rl-reference"  # W&B project
+    wandb_entity: str | None = None  # W&B entity
+    capture_video: bool = False  # record an episode after each checkpoint and in evaluation
+    save_model: bool = True  # save the final model as model.pt
+    upload_model: bool = False  # upload the final model to the Hugging Face Hub
+    hf_entity: str | None = None  # user or organization on the Hub
+    checkpoint_interval: int = 250_000  # steps between checkpoints
+    run_folder: str | None = None  # start a run in this folder, or resume the one it holds
+    resume: str | None = None  # resume the run in this folder
+    evaluate: str | None = None  # evaluate the model in this file or run folder
+    eval_episodes: int = 10  # evaluation episodes
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Exit on values that would silently train something else than intended."""
+        least = {"seed": 0, "env_threads": 0, "learning_starts": 0}
         for name, value in vars(self).items():
-            least = 0 if name in ("seed", "env_threads", "learning_starts") else 1
-            if type(value) is int and value < least:
-                sys.exit(f"error: --{name.replace('_', '-')} must be at least {least}")
-        if not 0 < self.learning_rate < 1e38:
-            sys.exit("error: --learning-rate must be positive, and small enough for float32")
+            if type(value) is int and value < least.get(name, 1):
+                sys.exit(f"error: --{name.replace('_', '-')} {value} is too small")
+        steps, rows = self.num_envs * self.num_steps, self.buffer_size // self.num_envs
+        if steps > min(self.checkpoint_interval, self.target_network_frequency):
+            sys.exit(f"error: an interval is below the {steps} steps of an iteration")
         if self.middle_fraction > self.end_fraction:
-            sys.exit("error: --middle-fraction is more than --end-fraction")
-        if self.buffer_size < self.num_envs * (self.n_step + 4):  # 3 rows miss a frame, n have no bootstrap yet
-            sys.exit(f"error: --buffer-size must be at least {self.num_envs * (self.n_step + 4)}")
-        if self.learning_starts > min(self.total_timesteps, self.buffer_size // self.num_envs * self.num_envs):
-            sys.exit("error: --learning-starts is more than --buffer-size or --total-timesteps")
+            sys.exit("error: --middle-fraction exceeds --end-fraction")
+        if rows < self.frame_stack + self.n_step:
+            sys.exit("error: --buffer-size is too small")
+        if self.learning_starts > min(rows * self.num_envs, self.total_timesteps):
+            sys.exit("error: --learning-starts exceeds --buffer-size or --total-timesteps")
 
 
-def make_atari(args: Args, num_envs: int, colour: bool = False) -> AtariVectorEnv:
-    """Make environments with observations (N, 4, 84, 84) in uint8, or in colour (N, 1, 210, 160, 3), for a video."""
-    spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
+def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
+    """Make parallel environments. Replace this to train on something else.
+
+    Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
+    episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
+    holds the final one. With `color`, observations are video frames (N, 1, 210, 160, 3).
+    """
+    try:
+        spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
+    except (ImportError, gym.error.Error) as error:
+        sys.exit(f"error: cannot make {args.env_id}: {error}")
     if not isinstance(spec.get("frameskip"), int):
-        sys.exit(f"error: {args.env_id} is not an Atari environment of this kind: NameNoFrameskip-v4 or ALE/Name-v5")
+        sys.exit(f"error: {args.env_id} is neither NameNoFrameskip-v4 nor ALE/Name-v5")
     return AtariVectorEnv(
         game=spec["game"],
         num_envs=num_envs,
         num_threads=args.env_threads,
         repeat_action_probability=spec["repeat_action_probability"],
         frameskip=4,
-        maxpool=True,  # over the last two frames: sprites flicker ([DQN] Methods)
-        grayscale=not colour,
-        img_height=210 if colour else 84,
-        img_width=160 if colour else 84,
-        stack_num=1 if colour else 4,
-        noop_max=30,  # an episode begins with fewer than 30 idle frames
+        maxpool=True,  # over the last two frames, because sprites flicker ([DQN] Methods)
+        grayscale=not color,
+        img_height=210 if color else 84,
+        img_width=160 if color else 84,
+        stack_num=1 if color else args.frame_stack,
+        noop_max=30,
         use_fire_reset=True,
-        max_num_frames_per_episode=108_000,  # half an hour of play, then the episode is truncated
+        max_num_frames_per_episode=108_000,  # 30 minutes of play
         reward_clipping=False,  # Trap: True, the default, loses the score
-        episodic_life=False,  # Trap: True begins a new episode at each lost life
-        life_loss_info=True,  # this one terminates at a lost life and lets the episode go on
-        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,  # no row of a reset ever looks like a step
+        episodic_life=False,  # Trap: True restarts the game at each lost life
+        life_loss_info=True,  # a lost life terminates, and the game goes on
+        autoreset_mode=AutoresetMode.SAME_STEP,
     )
 
 
 class AtariEnvs:
-    """N Atari environments in which FIRE is pressed on the first step of each life; they count whole episodes.
+    """Parallel Atari environments that press FIRE on the first step of each life.
 
-    `first`, 0 but in A2C's later ranks, is the number of the first environment here; the seeds follow these numbers.
-    `fire` (N,) says where the next step will press FIRE instead of the action, `played` (N,) what the last one played.
-    `finished` lists the episodes that it ended: (environment, score, length), unclipped and in agent steps.
+    `fire` (N,) marks where the next step presses FIRE instead of the given action,
+    `executed_actions` (N,) are those of the last step. `episodes` maps environments to the (return,
+    length) of episodes that the last step ended: unclipped, over all lives, in agent steps.
     """
 
-    def __init__(self, args: Args, num_envs: int, run_folder: Path, name: str = "training", first: int = 0):
-        self.args, self.num_envs, self.run_folder, self.name, self.first = args, num_envs, run_folder, name, first
+    def __init__(self, args: Args, num_envs: int) -> None:
+        self.args, self.num_envs = args, num_envs
         self.envs = make_atari(args, num_envs)
-        buttons = list(self.envs.ale.get_action_set())
-        self.num_actions = len(buttons)
-        self.fire_action = buttons.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in buttons else None
-        self.recent_scores = deque(maxlen=100)
+        self.obs_shape = self.envs.single_observation_space.shape
+        self.num_actions = int(self.envs.single_action_space.n)
+        action_set = self.envs.ale.get_action_set() if hasattr(self.envs, "ale") else []
+        self.fire_action = action_set.index(Action.FIRE) if Action.FIRE in action_set else None
 
-    def reset(self, *key: int) -> np.ndarray:
-        """Begin new episodes, seeded by the run's seed and `key`. Returns the observations (N, C, H, W)."""
-        seeds = np.random.SeedSequence([self.args.seed, *key]).generate_state(self.first + self.num_envs)
-        self.seeds = seeds[self.first :] >> 1  # 31 bits
-        obs, info = self.envs.reset(seed=self.seeds.astype(int))
-        self.frames = info["episode_frame_number"]
+    def reset(self, seed: int, video_folder: Path | None) -> np.ndarray:
+        """Reset the environments. Returns observations (N, C, H, W)."""
+        self.seed = seed % (2**31 - self.num_envs)  # the others' follow
+        obs, info = self.envs.reset(seed=self.seed)
+        self.returns, self.lengths, no_frames = np.zeros((3, self.num_envs))
+        self.frames = info.get("episode_frame_number", no_frames)
         self.fire = np.full(self.num_envs, self.fire_action is not None)
-        self.scores, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
-        self.video = f"{self.name}-{key[0]}.mp4"
-        self.recorded = [] if self.args.capture_video and self.first == 0 else None  # actions of the first episode
+        self.video_folder, self.video_actions = video_folder, []
         return obs
 
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Play one step with actions (N,).
+    def step(self, actions: np.ndarray) -> tuple:
+        """Step with actions (N,).
 
-        Returns observations to act on next (N, C, H, W), those that the actions led to (others where an episode ended),
-        rewards, clipped to their sign, terminations (with `episodic_life` at a lost life too), truncations (N,).
+        Returns the observations to act on, the next observations of the transitions (N, C, H, W),
+        rewards clipped to their sign, terminations (with `episodic_life` at a lost life too),
+        truncations (N,), and info. At an episode's end, the two observations differ.
         """
-        # Detail: the emulator itself presses FIRE at a reset, but for one frame, which a sticky action may swallow
-        self.played = np.where(self.fire, self.fire_action, actions) if self.fire.any() else actions
-        next_obs, rewards, terminations, truncations, info = self.envs.step(self.played)
-        # Trap: a lost life terminates too, and `lives` is already the next episode's; only frames start over
-        over = (terminations | truncations) & (info["episode_frame_number"] < self.frames)
-        self.frames = info["episode_frame_number"]
-        self.fire = (terminations | truncations) & (self.fire_action is not None)
-        terminations = terminations & (over | self.args.episodic_life)
-        successors = np.where(over[:, None, None, None], info["final_obs"], next_obs) if over.any() else next_obs
-        self.scores += rewards
+        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
+        self.executed_actions = np.where(self.fire, self.fire_action or 0, actions)
+        obs, rewards, terminations, truncations, info = self.envs.step(self.executed_actions)
+        self.returns += rewards
         self.lengths += 1
-        self.finished = [(i, float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(over)]
-        self.recent_scores.extend(score for _, score, _ in self.finished)
-        self.scores[over] = self.lengths[over] = 0
-        if self.recorded is not None:
-            self.recorded.append(int(self.played[0]))
-            if over[0]:
-                self.record()
-        return next_obs, successors, np.sign(rewards).astype(np.float32), terminations, truncations
+        dones = terminations | truncations
+        self.fire = dones & (self.fire_action is not None)
+        # Trap: a lost life terminates too, and info["lives"] is already the next episode's; but
+        # the frame counter decreases only at an episode's end
+        frames = info.get("episode_frame_number", self.frames)
+        episode_over, self.frames = dones & (frames <= self.frames), frames
+        if not self.args.episodic_life:
+            terminations = terminations & episode_over
+        if self.video_folder:
+            self.video_actions.append(self.executed_actions[:1])
+            if episode_over[0]:
+                self.record_video()
+        ended = np.flatnonzero(episode_over)
+        self.episodes = {i: (self.returns[i], self.lengths[i]) for i in ended}
+        next_obs = obs
+        if self.episodes:
+            next_obs = obs.copy()
+            next_obs[ended] = np.stack(info["final_obs"][ended])
+            self.returns[ended] = self.lengths[ended] = 0
+        return obs, next_obs, np.sign(rewards, dtype=np.float32), terminations, truncations, info
 
-    def record(self) -> None:
-        """Play the first episode again in colour, from its seed and actions, into a video in the run folder."""
+    def record_video(self) -> None:
+        """Replay the first environment's episode in color from its seed and executed actions."""
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
 
-        (self.run_folder / "videos").mkdir(exist_ok=True)
-        envs = make_atari(self.args, 1, colour=True)
-        frames, _ = envs.reset(seed=self.seeds[:1].astype(int))
-        with FFMPEG_VideoWriter(str(self.run_folder / "videos" / self.video), (320, 420), fps=15) as video:
-            for action in self.recorded:  # frame by frame: an episode may be long
+        self.video_folder.mkdir(parents=True, exist_ok=True)
+        envs = make_atari(self.args, 1, color=True)
+        frames, _ = envs.reset(seed=self.seed)
+        with FFMPEG_VideoWriter(f"{self.video_folder}/episode-0.mp4", (320, 420), fps=15) as video:
+            for action in self.video_actions:
                 video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))
-                frames, *_ = envs.step(np.array([action]))
-        self.recorded = None
+                frames, *_ = envs.step(action)
+        envs.close()
+        self.video_folder = None  # only the first episode is recorded
 
 
 class QNetwork(nn.Module):
-    """Q(s, a) for all actions: the convolutions of [DQN] Methods, then the streams of [DUEL] Sec. 3 or one layer."""
+    """Q(s, a): the convolutions of [DQN] Methods, then the streams of [DUEL] or one layer."""
 
-    def __init__(self, num_actions: int, dueling: bool = True, bf16: bool = False) -> None:
+    def __init__(self, obs_shape: tuple[int, ...], num_actions: int, dueling: bool) -> None:
         super().__init__()
-        self.dueling, self.bf16 = dueling, bf16
+        self.dueling = dueling
         self.trunk = nn.Sequential(
-            nn.Conv2d(4, 32, 8, stride=4),  # (B, 32, 20, 20)
+            nn.Conv2d(obs_shape[0], 32, 8, stride=4),  # (B, 32, 20, 20)
             nn.ReLU(),
             nn.Conv2d(32, 64, 4, stride=2),  # (B, 64, 9, 9)
             nn.ReLU(),
@@ -281,515 +282,545 @@ class QNetwork(nn.Module):
         )
         if dueling:
             self.value = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1))
-            self.advantage = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, num_actions))
+            layers = nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, num_actions)
+            self.advantage = nn.Sequential(*layers)
         else:
             self.head = nn.Linear(512, num_actions)
-        self.to(memory_format=torch.channels_last)  # the layout that convolutions like on the CPU
+        self.to(memory_format=torch.channels_last)  # the faster memory layout
 
-    def scale(self, obs: torch.Tensor) -> torch.Tensor:
-        """Observations (B, 4, 84, 84) in uint8 as `forward` takes them: in [0, 1], in the precision of the network."""
-        obs = obs.contiguous(memory_format=torch.channels_last)  # converted while still uint8
-        return obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255)
+    def forward(self, obs: Tensor) -> Tensor:
+        """Q (B, num_actions) of observations (B, frame_stack, 84, 84) in uint8.
 
-    def forward(self, scaled_obs: torch.Tensor) -> torch.Tensor:
-        """Q (B, num_actions) of scaled observations (B, 4, 84, 84).
-
-        Q(s, a) = V(s) + A(s, a) - mean_a' A(s, a'), [DUEL] Eq. (9). Without the mean V and A are not determined.
+        Q(s, a) = V(s) + A(s, a) - mean_a' A(s, a'), [DUEL] Eq. (9). Without the mean, V and A are
+        not identifiable.
         """
-        with torch.autocast(scaled_obs.device.type, torch.bfloat16, enabled=self.bf16):
-            hidden = self.trunk(scaled_obs)
-            if not self.dueling:
-                return self.head(hidden).float()
-            value, advantage = self.value(hidden).float(), self.advantage(hidden).float()
-            return value + advantage - advantage.mean(dim=-1, keepdim=True)
+        obs = obs.contiguous(memory_format=torch.channels_last)  # while it is still uint8
+        hidden = self.trunk(obs.float() / 255)
+        if not self.dueling:
+            return self.head(hidden).float()
+        value, advantage = self.value(hidden).float(), self.advantage(hidden).float()
+        return value + advantage - advantage.mean(dim=1, keepdim=True)
+
+
+def stack_frames(frames, ages, rows, num_envs: int, frame_stack: int):
+    """Observations (B, frame_stack, ...) at rows (B,), from a ring of single frames (M, ...).
+
+    Storing a frame once takes 1/8 of the memory. The previous frame of an environment is num_envs
+    rows back; before the first frame of an episode, ages (M,) steps back, frames are blank.
+    """
+    back = np.arange(frame_stack - 1, -1, -1)
+    stacks = frames[(rows[:, None] - back * num_envs) % len(frames)]
+    stacks[back > ages[rows, None]] = 0
+    return stacks
+
+
+def n_step_returns(rewards, terminations, gamma: float) -> tuple[np.ndarray, np.ndarray]:
+    r"""Returns and discounts (B,) from n steps' rewards and terminations (B, n).
+
+    R^(n) = \sum_{k<n} \gamma^k r_{t+k}, [RBW] "Multi-step learning", no further than a termination.
+    Its bootstrap is discounted by \gamma^n, or by 0 after a termination.
+    """
+    returns, discounts = np.zeros(len(rewards)), np.ones(len(rewards))
+    for k in range(rewards.shape[1]):
+        returns += discounts * rewards[:, k]
+        discounts *= gamma * ~terminations[:, k]
+    return returns, discounts
 
 
 class SumTree:
-    """A binary tree whose leaves are p_i^alpha and whose nodes are sums of their children, [PER] App. B.2.1.
+    """A binary tree whose leaves are p_i^alpha and whose nodes sum their children, [PER] B.2.1.
 
-    Node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half. It is float64: a draw
-    from a million leaves would be rounded to a sixteenth of a leaf in float32.
+    Node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half.
+    Detail: in float32, a draw from a million leaves would be rounded to a sixteenth of a leaf.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.depth = (capacity - 1).bit_length()
-        self.first_leaf = 1 << self.depth
+    def __init__(self, num_leaves: int) -> None:
+        self.depth = (num_leaves - 1).bit_length()
+        self.first_leaf = 2**self.depth
         self.nodes = np.zeros(2 * self.first_leaf)
-        self.leaves = self.nodes[self.first_leaf :][:capacity]  # a view
+        self.leaves = self.nodes[self.first_leaf :][:num_leaves]  # a view
 
-    def set(self, leaves: np.ndarray, values: np.ndarray | float) -> None:
-        """Write values (K,) to leaves (K,)."""
+    def set(self, leaves, values) -> None:
+        """Write values (K,) to leaves (K,). Of duplicate leaves, the last value stays."""
         nodes = self.first_leaf + leaves
-        self.nodes[nodes] = values  # of a leaf named twice the last value stays
+        self.nodes[nodes] = values
         for _ in range(self.depth):
             nodes = nodes // 2
-            self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]  # computed again: nothing drifts
+            self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
 
-    def find(self, values: np.ndarray) -> np.ndarray:
-        """For each value (K,) in [0, sum of all leaves) the leaf (K,) in whose part of the cumulated sum it lies."""
+    def find(self, values):
+        """The leaves (K,) in whose part of the prefix sum the values (K,) in [0, total) lie."""
         nodes = np.ones(len(values), int)
         for _ in range(self.depth):
             left, right = self.nodes[2 * nodes], self.nodes[2 * nodes + 1]
-            # Trap: without the second condition a value that rounding lifts above the last sum would end on a zero leaf
+            # Trap: without `right > 0`, a value rounded up to the total would find a zero leaf
             goes_right = (values >= left) & (right > 0)
             values = values - left * goes_right
             nodes = 2 * nodes + goes_right
         return nodes - self.first_leaf
 
 
-def importance_weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
-    r"""w_i (B,) of P(i) (B,): w_i = (N P(i))^{-\beta} / \max_j w_j, [PER] Alg. 1, line 10. The factor N cancels out."""
+def importance_weights(probabilities, beta: float):
+    r"""w_i = (M P(i))^{-\beta} / \max_j w_j (B,), [PER] Alg. 1, line 10. M, the rows, cancels."""
     return (probabilities / probabilities.min()) ** -beta
 
 
-class Replay:
-    r"""Prioritised replay of single frames, from which stacks are put together when they are drawn.
+class Priorities:
+    r"""Draws rows with probabilities P(i) = p_i^\alpha / \sum_k p_k^\alpha, [PER] Eq. (1)."""
 
-    A row is one step of one environment: the newest frame of s_t, how many steps its episode had before it, a_t, and
-    R^(n) = \sum_{k<n} \gamma^k r_{t+k}, no further than a termination, [RBW] "Multi-step learning". The N rows of a
-    step are neighbours, so an environment's next step is N rows on. When the memory is full, new rows overwrite the
-    oldest. Only rows with a priority above zero can be drawn. One environment's rows, with n = 2, where episode f has
-    ended and episode g goes on:
+    def __init__(self, args: Args, num_rows: int) -> None:
+        self.stratified = args.prioritized
+        self.alpha = args.per_alpha if args.prioritized else 0.0  # p^0 = 1: uniform
+        self.tree, self.max_priority = SumTree(num_rows), 1.0
 
-                    oldest                                                        newest
-        frame       f3    f4    f5    f6    f7    f8    g0    g1    g2    g3    g4
-        priority    0     0     0     > 0   ?     ?     > 0   > 0   > 0   0     0
-                    -----(1)-----           --(2)--                       --(3)--
+    def add(self, rows, valid) -> None:
+        """Give rows (K,) the maximum priority so far ([PER] Alg. 1, line 6); 0 if not valid."""
+        self.tree.set(rows, valid * self.max_priority**self.alpha)
 
-    (1) A frame of their stack has been overwritten. (2) Their s_{t+n} lies beyond the end of f. After a termination
-    there is no bootstrap, and they can be drawn. After a time limit or a checkpoint theirs is not in the replay, and
-    they never can. (3) Their s_{t+n} is still to come.
-
-    Stacks are blank before an episode's first frame: that of g1 is (blank, blank, g0, g1).
-    """
-
-    columns = ("lengths", "actions", "returns", "alive")
-
-    def __init__(self, args: Args) -> None:
-        self.N, self.n, self.gamma = args.num_envs, args.n_step, args.gamma
-        self.alpha = args.per_alpha if args.prioritized else 0.0  # p^0 = 1: all rows are alike
-        self.size = size = args.buffer_size // self.N * self.N
-        # The last frame stays blank. Trap: torch.zeros would take the memory at once, and not as it fills
-        self.frames = np.zeros((size + 1, 84, 84), np.uint8)
-        self.lengths, self.actions, self.returns = np.zeros(size, int), np.zeros(size, int), np.zeros(size)
-        self.alive = np.ones(size, bool)  # whether no termination ended R^(n), so that a bootstrap follows
-        # A saved replay fits only where these agree. R^(n) depends on gamma only if n > 1
-        self.layout = (size, self.N, self.n, self.gamma ** (self.n - 1), self.alpha)
-        self.tree = SumTree(size)
-        self.max_priority = 1.0
-        self.count = 0  # rows that were written, also those that have been overwritten
-
-    def later(self, rows: np.ndarray, steps: int | np.ndarray) -> np.ndarray:
-        """The rows of the same environments so many steps later, or earlier where `steps` is negative."""
-        return (rows + steps * self.N) % self.size
-
-    def add(self, frames, lengths, actions, rewards, terminations) -> None:
-        """Write a step of all environments: the newest frames of s_t (N, 84, 84), and the rest (N,).
-
-        From now on those rows can be drawn whose s_{t+n} this is, at first with the highest priority that there has
-        been: [PER] Alg. 1, line 6.
-        """
-        new = (self.count + np.arange(self.N)) % self.size
-        self.count += self.N
-        self.frames[new], self.lengths[new], self.actions[new] = frames, lengths, actions
-        self.returns[new], self.alive[new] = 0.0, True
-        for k in range(self.n):  # this reward is part of R^(n) of the step k steps ago
-            rows = self.later(new, -k)
-            self.returns[rows] += self.gamma**k * self.alive[rows] * rewards
-            self.alive[rows] &= ~(terminations & (lengths >= k))  # if that step was in the same episode
-        self.tree.set(self.later(new, 3), 0.0)  # (1) in the picture; those before them became zero in earlier steps
-        rows = self.later(new, -self.n)  # this step is their s_{t+n}, if they were in the same episode
-        cut_off = self.alive[rows] & (lengths < self.n)  # likewise rows before the first ever written
-        self.tree.set(rows, np.where(cut_off, 0.0, self.max_priority**self.alpha))
-
-    def stacks(self, rows: np.ndarray) -> np.ndarray:
-        """The four frames (B, 4, 84, 84) that the agent saw at rows (B,)."""
-        back = np.arange(3, -1, -1)
-        frames = np.where(back > self.lengths[rows, None], self.size, self.later(rows[:, None], -back))  # (B, 4)
-        return self.frames[frames]
-
-    def sample(self, batch_size: int, beta: float, rng: np.random.Generator) -> tuple[np.ndarray, tuple]:
-        """Draw B transitions, one in each of B equal parts of the sum of priorities ([PER] App. B.2.1).
-
-        Returns their rows (B,), and obs, actions, returns, discounts, next_obs, weights as in the title's table. Where
-        the discount is 0, next_obs does not matter: it may be of another episode.
-        """
+    def draw(self, batch_size: int, beta: float) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and weights (B,). Stratified: one row from each of B equal parts of the total."""
         total = self.tree.nodes[1]
-        rows = self.tree.find((np.arange(batch_size) + rng.random(batch_size)) / batch_size * total)
-        obs, next_obs = self.stacks(rows), self.stacks(self.later(rows, self.n))
-        weights = importance_weights(self.tree.leaves[rows] / total, beta)
-        returns, discounts, weights = np.float32([self.returns[rows], self.gamma**self.n * self.alive[rows], weights])
-        return rows, (obs, self.actions[rows], returns, discounts, next_obs, weights)
+        uniform = torch.rand(batch_size, dtype=torch.float64).numpy()
+        if self.stratified:  # [PER] App. B.2.1
+            uniform = (np.arange(batch_size) + uniform) / batch_size
+        rows = self.tree.find(uniform * total)
+        return rows, importance_weights(self.tree.leaves[rows] / total, beta)
 
-    def update(self, rows: np.ndarray, td_errors: np.ndarray) -> None:
-        """Priorities p_i = |delta_i| + 1e-6 of rows (B,) from TD errors (B,): [PER] Alg. 1, line 12.
-
-        Trap: a TD error that is not finite would go up to the root, and all draws be one row. `train` ends before.
-        """
+    def update(self, rows, td_errors) -> None:
+        """Set p_i = |delta_i| + 1e-6 of rows (B,): [PER] Alg. 1, line 12."""
         priorities = np.abs(td_errors.astype(float)) + 1e-6
         self.tree.set(rows, priorities**self.alpha)
         self.max_priority = max(self.max_priority, float(priorities.max()))
 
+
+class Replay:
+    """A ring buffer of transitions, each row one step of one environment.
+
+    The next step of an environment is N rows on. Its rows with n = 2, after the end of episode f:
+
+                    oldest                                              newest
+        frame       f3   f4   f5   f6   f7   f8   g0   g1   g2   g3   g4
+        priority    0    0    0    > 0  ?    ?    > 0  > 0  > 0  0    0
+                    ----(1)-----        --(2)--                  --(3)--
+
+    (1) A frame of their stack has been overwritten. (2) Their s_{t+n} would lie beyond the end of
+    f: only after a termination, which needs no bootstrap, can they be drawn. (3) Their s_{t+n} is
+    still to come.
+    """
+
+    def __init__(self, args: Args, obs_space: gym.spaces.Box) -> None:
+        self.num_envs, self.n_step, self.gamma = args.num_envs, args.n_step, args.gamma
+        self.frame_stack, *shape = obs_space.shape
+        self.num_rows = rows = args.buffer_size // args.num_envs * args.num_envs
+        check_memory(min(rows, args.total_timesteps) * math.prod(shape) * obs_space.dtype.itemsize)
+        self.frames = np.zeros((rows, *shape), obs_space.dtype)
+        self.actions, self.rewards = np.zeros(rows, int), np.zeros(rows, np.float32)
+        self.terminations = np.zeros(rows, bool)
+        self.ages = np.zeros(rows, int)  # steps of the episode before this one
+        self.priorities = Priorities(args, rows)
+        self.leaves = self.priorities.tree.leaves
+        self.count = 0  # rows ever written
+        self.settings = [args.num_envs, args.n_step, self.priorities.alpha]
+
+    def later(self, rows, steps):
+        """The rows of the same environments so many steps later."""
+        return (rows + steps * self.num_envs) % self.num_rows
+
+    def add(self, obs, actions, rewards, terminations, ages) -> None:
+        """Store a step of all environments: s_t (N, frame_stack, ...), the others (N,)."""
+        new = (self.count + np.arange(self.num_envs)) % self.num_rows
+        self.count += self.num_envs
+        self.frames[new], self.actions[new], self.rewards[new] = obs[:, -1], actions, rewards
+        self.terminations[new], self.ages[new] = terminations, ages
+        self.priorities.add(self.later(new, self.frame_stack - 1), False)  # (1)
+
+        # s_t is the s_{t+n} of the rows n steps ago, unless their episode has ended since: (2)
+        rows, k = self.later(new, -self.n_step), np.arange(self.n_step)
+        steps = self.later(rows[:, None], k)  # (N, n)
+        same_episode = self.ages[steps] == self.ages[rows, None] + k
+        terminated = (same_episode & self.terminations[steps]).any(axis=1)
+        self.priorities.add(rows, terminated | (ages == self.ages[rows] + self.n_step))
+
+    def sample(self, batch_size: int, beta: float) -> tuple[np.ndarray, list[Tensor]]:
+        """Rows (B,), and obs, actions, returns, discounts, next_obs, weights as in the title."""
+        rows, weights = self.priorities.draw(batch_size, beta)
+        steps = self.later(rows[:, None], np.arange(self.n_step))  # (B, n)
+        returns = n_step_returns(self.rewards[steps], self.terminations[steps], self.gamma)
+        returns, discounts, weights = np.float32([*returns, weights])
+        obs, next_obs = self.stacks(rows), self.stacks(self.later(rows, self.n_step))
+        batch = [obs, self.actions[rows], returns, discounts, next_obs, weights]
+        return rows, [torch.from_numpy(x) for x in batch]
+
+    def stacks(self, rows):
+        return stack_frames(self.frames, self.ages, rows, self.num_envs, self.frame_stack)
+
     def state_dict(self) -> dict:
-        """The state between episodes."""
-        state = {"count": self.count, "max_priority": self.max_priority, "layout": self.layout}
-        state |= {name: torch.tensor(getattr(self, name)) for name in self.columns}
-        return state | {"leaves": torch.tensor(self.tree.leaves), "frames": pack(self.frames[:-1][: self.count])}
+        arrays = {k: x for k, x in vars(self).items() if isinstance(x, np.ndarray)}
+        state = {k: torch.from_numpy(x) for k, x in arrays.items()}
+        state |= {"frames": pack(self.frames[: self.count]), "settings": self.settings}
+        return state | {"count": self.count, "max_priority": self.priorities.max_priority}
 
     def load_state_dict(self, state: dict) -> None:
-        if tuple(state["layout"]) != self.layout:
-            raise ValueError("a replay of another --buffer-size, --num-envs, --n-step, --gamma or --per-alpha")
-        self.count, self.max_priority = state["count"], state["max_priority"]
-        for name in self.columns:
-            getattr(self, name)[:] = state[name].numpy()
-        self.tree.set(np.arange(self.size), state["leaves"].numpy())
-        unpack(state["frames"], self.frames[:-1][: self.count])
+        if state["settings"] != self.settings:
+            raise ValueError("a replay of another --num-envs, --n-step or --per-alpha")
+        self.count, self.priorities.max_priority = state["count"], state["max_priority"]
+        unpack(state["frames"], self.frames[: self.count])
+        for k, x in vars(self).items():
+            if isinstance(x, np.ndarray) and k != "frames":
+                x[:] = state[k]
+        self.priorities.tree.set(np.arange(self.num_rows), self.leaves)
 
 
-def td_loss(q_network, target_network, obs, actions, returns, discounts, next_obs, weights, double) -> tuple:
-    r"""The loss () of a minibatch that `Replay.sample` drew, its TD errors (B,) and its values Q(s_t, a_t) (B,).
+def td_loss(q_network, target_network, batch: list[Tensor], args: Args) -> tuple:
+    r"""The loss () of a minibatch of `Replay.sample`, its TD errors (B,), and metrics ().
 
-    y = R^(n) + \gamma^n Q'(s_{t+n}, \argmax_a Q(s_{t+n}, a)), [DDQN] Eq. (4); without `double` the argmax is of Q'
-    L = 1/B \sum_i w_i Huber(\delta_i),   \delta_i = y - Q(s_t, a_t), [PER] Alg. 1, lines 11 and 13 (a sum there)
+    y = R^(n) + \gamma^n Q'(s_{t+n}, \argmax_a Q(s_{t+n}, a)), [DDQN] Eq. (4); the argmax is of Q'
+    without `double`.
+    L = 1/B \sum_i w_i Huber(\delta_i), \delta_i = y - Q(s_t, a_t): [PER] Alg. 1, lines 11, 13.
     """
-    obs, next_obs = q_network.scale(obs), q_network.scale(next_obs)  # once for both networks
-    # With --bf16, q_network's parameters are turned into bfloat16 once in this context, not once in each of its passes.
-    # Trap: so it must end before they change; and in older torch the pass with a gradient must come first to have one
-    with torch.autocast(obs.device.type, torch.bfloat16, enabled=q_network.bf16):
-        values = q_network(obs).gather(1, actions[:, None]).squeeze(1)
-        with torch.no_grad():
-            next_values = target_network(next_obs)  # (B, num_actions)
-            best = (q_network(next_obs) if double else next_values).argmax(dim=-1, keepdim=True)
-            targets = returns + discounts * next_values.gather(1, best).squeeze(1)
-    loss = (weights * nn.functional.smooth_l1_loss(values, targets, reduction="none")).mean()
-    return loss, (targets - values).detach(), values.detach()
+    obs, actions, returns, discounts, next_obs, weights = batch
+    values = q_network(obs).gather(1, actions[:, None]).squeeze(1)
+    with torch.no_grad():
+        next_values = target_network(next_obs)  # (B, num_actions)
+        greedy = (q_network(next_obs) if args.double else next_values).argmax(dim=1, keepdim=True)
+        targets = returns + discounts * next_values.gather(1, greedy).squeeze(1)
+    losses = nn.functional.smooth_l1_loss(values, targets, reduction="none")
+    loss = (weights * losses).mean()
+    metrics = {"td_loss": loss.detach(), "q_values": values.detach().mean()}
+    return loss, (targets - values).detach(), metrics
 
 
 @torch.no_grad()
-def epsilon_greedy(q_network: QNetwork, obs: np.ndarray, epsilon: float, rng: np.random.Generator) -> np.ndarray:
-    """The best actions (N,) for observations (N, 4, 84, 84), each with probability epsilon replaced by a random one."""
-    q_values = q_network(q_network.scale(torch.from_numpy(obs).to(next(q_network.parameters()).device)))
-    best = q_values.argmax(dim=-1).cpu().numpy()
-    return np.where(rng.random(len(best)) < epsilon, rng.integers(q_values.shape[1], size=len(best)), best)
+def epsilon_greedy(q_network: nn.Module, obs: np.ndarray, epsilon: float, device) -> np.ndarray:
+    """Greedy actions (N,) for observations (N, ...), each random with probability epsilon."""
+    q_values = q_network(torch.from_numpy(obs).to(device)).cpu()
+    random_actions = torch.randint(q_values.shape[1], (len(obs),))
+    explores = torch.rand(len(obs)) < epsilon
+    return torch.where(explores, random_actions, q_values.argmax(dim=1)).numpy()
 
 
-def train(args: Args, run_folder: Path, checkpoint: dict | None) -> None:
-    """Train from the beginning or a checkpoint. Raises FloatingPointError where loss or gradient are not finite."""
+def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
+    """Train from scratch or from a checkpoint. Raises FloatingPointError on a NaN or infinity."""
+    args.check()
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    speed_up_cpu()
-    torch.manual_seed(args.seed)  # the parameters
-    envs = AtariEnvs(args, args.num_envs, run_folder)
-    q_network, target_network = (QNetwork(envs.num_actions, args.dueling, args.bf16).to(device) for _ in range(2))
-    if args.bf16:
-        target_network.to(torch.bfloat16)  # once, not in each pass: nothing small is ever added to its parameters
-    target_network.load_state_dict(q_network.state_dict())
-    optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)
-    replay = Replay(args)
-    note_memory(replay.frames.nbytes)
-    loss_function = torch.compile(td_loss) if args.compile else td_loss
+    torch.set_flush_denormal(True)  # Adam's averages of dead units decay into denormals: slow
+    seed_everything(args.seed, 0)
+    envs = AtariEnvs(args, args.num_envs)
+    q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device)
+    target_network = copy.deepcopy(q_network).requires_grad_(False)
+    lr, eps = args.learning_rate, args.adam_eps
+    optimizer = torch.optim.Adam(q_network.parameters(), lr, eps=eps, fused=True)
+    replay = Replay(args, envs.envs.single_observation_space)
 
+    # Everything a checkpoint must hold
     parts = {"agent": q_network, "target_network": target_network, "optimizer": optimizer}
-    parts |= {"replay": replay} if args.checkpoint_replay else {}  # all that the rest of a run depends on
+    if args.checkpoint_replay:
+        parts["replay"] = replay
     global_step = start = restore(parts, checkpoint) if checkpoint else 0
-    if checkpoint and args.learning_rate != checkpoint["args"]["learning_rate"]:  # else the old one or live.json's
-        optimizer.param_groups[0]["lr"] = args.learning_rate
-    optimizer.param_groups[0]["eps"] = args.adam_eps  # Trap: the checkpoint brought its own
-    steps = args.num_steps * args.num_envs  # agent steps per iteration
-    last_step = math.ceil(args.total_timesteps / steps) * steps
-    run = Run(args, run_folder, checkpoint, parts, last_step)
-    epsilons = (args.start_epsilon, args.middle_epsilon, args.end_epsilon)
+    saved = checkpoint["args"] if checkpoint else vars(args)
+    if (lr, eps) != (saved["learning_rate"], saved["adam_eps"]):  # changed for the resumed run
+        for group in optimizer.param_groups:
+            group.update(lr=lr, eps=eps)
+    iteration_steps = args.num_envs * args.num_steps
+    last_step = math.ceil(args.total_timesteps / iteration_steps) * iteration_steps
+    run = Run(args, folder, checkpoint, parts, last_step)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
     while global_step < last_step:
-        iteration = global_step // steps
-        live_rate = live_learning_rate(run_folder) if iteration % args.log_interval == 0 else None
-        if global_step == start or live_rate or global_step % args.checkpoint_interval < steps:
-            optimizer.param_groups[0]["lr"] = live_rate or optimizer.param_groups[0]["lr"]
+        if global_step == start or global_step % args.checkpoint_interval < iteration_steps:
             run.save_checkpoint(global_step)
-            obs = envs.reset(global_step)  # new episodes, interrupted here or not: resuming is exact
-            rng = np.random.default_rng([args.seed, global_step])  # and new random numbers
-            if live_rate:  # it is in the checkpoint now
-                (run_folder / "live.json").unlink(missing_ok=True)
-        fraction = global_step / last_step  # of the run
-        epsilon = float(np.interp(fraction, (0, args.middle_fraction, args.end_fraction), epsilons))
+            seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
+            videos = folder / "videos" / str(global_step) if args.capture_video else None
+            obs = envs.reset(seed, videos)
+        fraction = global_step / last_step
+        knots = [0, args.middle_fraction, args.end_fraction]
+        epsilons = [args.start_epsilon, args.middle_epsilon, args.end_epsilon]
+        epsilon = np.interp(fraction, knots, epsilons)
         beta = args.per_beta + (1 - args.per_beta) * fraction
 
-        # Play num_steps steps in each environment: [DQN] Alg. 1, from "select a random action" to "store transition"
+        # Act for num_steps steps and store the transitions: [DQN] Alg. 1
         for _ in range(args.num_steps):
-            lengths = envs.lengths.copy()
-            actions = epsilon_greedy(q_network, obs, epsilon, rng)
-            next_obs, _, rewards, terminations, _ = envs.step(actions)
-            replay.add(obs[:, -1], lengths, envs.played, rewards, terminations)
-            obs, global_step = next_obs, global_step + args.num_envs
-            for _, score, length in envs.finished:
-                run.log(global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
+            ages = envs.lengths.copy()
+            with autocast:
+                actions = epsilon_greedy(q_network, obs, epsilon, device)
+            new_obs, _, rewards, terminations, _, _ = envs.step(actions)
+            replay.add(obs, envs.executed_actions, rewards, terminations, ages)
+            obs = new_obs
+            global_step += args.num_envs
+            run.log_episodes(global_step, envs.episodes)
 
         # Learn from minibatches: [PER] Alg. 1, lines 8 to 15
-        learning = replay.count >= args.learning_starts and replay.tree.nodes[1] > 0  # is there a row to draw?
-        for _ in range(args.updates if learning else 0):
-            rows, batch = replay.sample(args.batch_size, beta, rng)
-            batch = (torch.from_numpy(column).to(device) for column in batch)
-            loss, td_errors, values = loss_function(q_network, target_network, *batch, args.double)
+        learning = replay.count >= args.learning_starts and replay.priorities.tree.nodes[1] > 0
+        due = global_step // args.train_frequency
+        due -= (global_step - iteration_steps) // args.train_frequency
+        updates = []
+        for _ in range(due if learning else 0):
+            rows, batch = replay.sample(args.batch_size, beta)
+            batch = [x.to(device) for x in batch]
+            with autocast:
+                loss, td_errors, metrics = td_loss(q_network, target_network, batch, args)
             optimizer.zero_grad()
             loss.backward()
-            grad_norm = nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
-            if not (loss + grad_norm).isfinite():
-                raise FloatingPointError(f"the loss or its gradient is not finite at step {global_step:,}")
+            parameters = q_network.parameters()
+            metrics["grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             optimizer.step()
-            replay.update(rows, td_errors.cpu().numpy())
-        iteration += 1
-        if iteration % args.target_interval == 0:
+            replay.priorities.update(rows, td_errors.cpu().numpy())
+            updates.append(metrics)
+        if global_step % args.target_network_frequency < iteration_steps:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
-        if iteration % args.log_interval == 0 or global_step >= last_step:
-            metrics = {"charts/epsilon": epsilon, "charts/per_beta": beta}
-            metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            if learning:
-                metrics |= {"losses/td_loss": loss, "losses/q_values": values.mean(), "losses/grad_norm": grad_norm}
-            run.log(global_step, metrics)
-            run.progress(global_step, envs.recent_scores)
+        names = updates[0] if updates else ()
+        metrics = {name: float(sum(m[name] for m in updates)) / len(updates) for name in names}
+        if not math.isfinite(sum(metrics.values())):
+            raise FloatingPointError(
+                f"the loss or its gradient is not finite at step {global_step}"
+            )
+        if global_step // iteration_steps % args.log_interval == 0 or global_step == last_step:
+            run.log(global_step, {f"losses/{name}": value for name, value in metrics.items()})
+            run.log(global_step, {"charts/epsilon": epsilon, "charts/per_beta": beta})
+            run.log(global_step, {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
+            run.progress(global_step)
 
+    envs.envs.close()
     run.finish(global_step, "agent")
 
 
-# ----- The run: evaluation, checkpoints, logs and sharing. Nothing below this line belongs to the algorithm. -----
+# ----- The run: evaluation, checkpoints, logging. Nothing below belongs to the algorithm. -----
 
 SCRIPT = "dqn_per_atari"
-PACKAGES = ("torch", "gymnasium", "ale-py", "numpy")  # whose versions go into result.json
-PIECE = 4096  # frames of the replay that are compressed together
+EVAL_STEPS = 108_000  # where evaluation episodes are cut off
+PIECE = 4096  # frames that are compressed together
 
 
-def evaluate(args: Args, model: dict, run_folder: Path) -> dict[str, list[float]]:
-    """Play `args.eval_episodes` whole episodes side by side, and print their scores: unclipped, all lives together.
-
-    `model` is a checkpoint or what model.pt holds. Returns the scores. A random action is played with probability
-    `args.eval_epsilon`. The episodes depend on the seed and on the model's step; none of them is one of training's.
-    """
+def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
+    """Unclipped returns of `args.eval_episodes` episodes over all lives, with `eval_epsilon`."""
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    envs = AtariEnvs(args, args.eval_episodes, run_folder, name="evaluation")
-    q_network = QNetwork(envs.num_actions, args.dueling, args.bf16).to(device)
-    restore({"agent": q_network}, model)
-    rng, scores = np.random.default_rng([args.seed, model["global_step"], 1]), {}
-    obs = envs.reset(model["global_step"], 1)
-    while len(scores) < args.eval_episodes:
-        obs, *_ = envs.step(epsilon_greedy(q_network, obs, args.eval_epsilon, rng))
-        scores = {i: score for i, score, _ in envs.finished} | scores  # the first episode of each environment
-    scores = [scores[i] for i in range(args.eval_episodes)]
-    spread = f"+- {np.std(scores):.2f}, {len(scores)} episodes of epsilon {args.eval_epsilon:g}"
-    print(f"evaluation: {np.mean(scores):.2f} {spread}")
-    return {"episodic_return": scores}
+    envs = AtariEnvs(args, args.eval_episodes)
+    q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device).eval()
+    global_step = restore({"agent": q_network}, model)
+    videos = folder / "videos" / "evaluation" if args.capture_video else None
+    obs, ended = envs.reset(seed_everything(args.seed, global_step, 1), videos), {}
+    for _ in range(EVAL_STEPS):
+        obs, *_ = envs.step(epsilon_greedy(q_network, obs, args.eval_epsilon, device))
+        ended = envs.episodes | ended  # keeps the first episode of each environment
+        if len(ended) == args.eval_episodes:
+            break
+    else:
+        print(f"note: evaluation episodes were cut off after {EVAL_STEPS} steps")
+    envs.envs.close()
+    returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
+    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
+    return returns
 
 
-def live_learning_rate(run_folder: Path) -> float | None:
-    """The learning rate that the run folder's live.json asks for. A file that asks for nonsense is deleted."""
-    path = run_folder / "live.json"
-    if path.exists():
-        with contextlib.suppress(Exception):  # nonsense has many kinds
-            rate = float(json.loads(path.read_text(encoding="utf-8-sig"))["learning_rate"])
-            if 0 < rate < 1e38:
-                return rate
-        print(f'note: {path} is ignored: it must be like {{"learning_rate": 5e-05}}', file=sys.stderr)
-        path.unlink(missing_ok=True)
-
-
-def pack(frames: np.ndarray) -> list[torch.Tensor]:
-    """Compress frames (K, 84, 84), PIECE of them at a time: a million, 7 GB, become less than one."""
+def pack(frames: np.ndarray) -> list[Tensor]:
+    """Compress frames (K, ...): each line of the screen in PIECE frames, then the next line."""
     pieces = (frames[k : k + PIECE] for k in range(0, len(frames), PIECE))
-    with ThreadPoolExecutor(8) as pool:  # a line of the screen in all frames, then the next: this packs better
-        packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), level=1), pieces)
+    with ThreadPoolExecutor(8) as pool:
+        packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), 1), pieces)
         return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
 
 
-def unpack(packed: list[torch.Tensor], frames: np.ndarray) -> None:
-    """Write the frames that `pack` has compressed into an array of their size."""
+def unpack(packed: list[Tensor], frames: np.ndarray) -> None:
     for k, data in enumerate(packed):
-        piece = np.frombuffer(zlib.decompress(data.numpy()), np.uint8).reshape(84, -1, 84).swapaxes(0, 1)
-        frames[k * PIECE :][: len(piece)] = piece
+        piece = frames[k * PIECE :][:PIECE].swapaxes(0, 1)
+        piece[:] = np.frombuffer(zlib.decompress(data.numpy()), frames.dtype).reshape(piece.shape)
 
 
-def speed_up_cpu() -> None:
-    """Two settings without which training on the CPU is slower."""
-    # The optimiser's averages of units that died fade below 1e-38, where a CPU may take far longer. They become zero
-    torch.set_flush_denormal(True)
-    # glibc gives large pieces of memory back and takes them again for the next update; then every page costs a fault
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc
-        for option, size in ((-1, 2**28), (-3, 2**25)):  # M_TRIM_THRESHOLD; M_MMAP_THRESHOLD, the largest there is
-            ctypes.CDLL(None).mallopt(option, size)
+def check_memory(needed: int) -> None:
+    """Exit if the replay buffer, whose memory is allocated as it fills, will not fit."""
+    with contextlib.suppress(OSError):  # not Linux
+        free = 1024 * int(Path("/proc/meminfo").read_text().split()[7])  # MemAvailable
+        if needed > free:
+            sys.exit(f"error: --buffer-size needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free")
 
 
-def note_memory(size: int) -> None:
-    """Say so if the replay will take more memory than is free."""
-    with contextlib.suppress(OSError, TypeError):
-        free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
-        if size > free:
-            print(f"note: a full replay takes {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", file=sys.stderr)
+def seed_everything(*key: int) -> int:
+    """Seed PyTorch and what environments may draw from. Returns the 31-bit seed."""
+    seed = int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+    return seed
 
 
-def write_file(path: Path, content: dict | str) -> None:
-    """Write a checkpoint or a text so that `path` never holds a part of it, whenever the process is killed."""
-    temporary = path.with_suffix(".tmp")
-    # Trap: torch.save, given an open file instead of a path, turns a Ctrl-C into an error of its own
-    temporary.write_text(content, "utf-8") if isinstance(content, str) else torch.save(content, temporary)
-    with open(temporary, "rb+") as file:
+def write_file(path: Path, content: dict) -> None:
+    """Write a checkpoint or model atomically."""
+    torch.save(content, path.with_suffix(".tmp"))
+    with open(path.with_suffix(".tmp"), "rb+") as file:
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    os.replace(file.name, path)
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Load a checkpoint or a model, or the newest sound checkpoint of a run folder. Runs no pickled code."""
+    """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
-        with contextlib.suppress(Exception):  # the libraries raise a dozen kinds
-            with zipfile.ZipFile(file) as archive:
-                # Trap: torch.load compares no checksums, and reads nothing where an entry is marked as a folder
-                sound = not archive.testzip() and not any(entry.external_attr for entry in archive.infolist())
+        with contextlib.suppress(Exception):  # damaged files raise many kinds of exceptions
+            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            if sound and checkpoint["script"] == SCRIPT and Args(**checkpoint["args"]):
+            if intact and checkpoint["script"] == SCRIPT:
                 return checkpoint
-        print(f"note: {file} is damaged or no checkpoint of this {SCRIPT}.py", file=sys.stderr)
-    sys.exit(f"error: no sound checkpoint in {path}")
+        print(f"note: {file} is damaged or not a checkpoint of {SCRIPT}.py")
+    sys.exit(f"error: no intact checkpoint in {path}")
 
 
 def restore(parts: dict, checkpoint: dict) -> int:
-    """Set all parts to their states in the checkpoint, in place. Returns its global step."""
+    """Load the state of all parts. Returns the checkpoint's global step."""
     try:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
-        return checkpoint["global_step"]
-    except Exception as error:  # torch and we raise half a dozen kinds
-        sys.exit(f"error: the checkpoint does not fit: {' '.join(str(error).split())[:200]}")
+    except (KeyError, RuntimeError, ValueError) as error:
+        sys.exit(f"error: the checkpoint does not fit: {error}")
+    return checkpoint["global_step"]
 
 
 class Run:
-    """What a run writes: TensorBoard and W&B, checkpoints, a line of progress, the result."""
+    """The run folder: logs, checkpoints, progress bar, result."""
 
-    def __init__(self, args: Args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int) -> None:
-        self.args, self.folder, self.parts, before = args, folder, parts, checkpoint or {}
-        self.first_step, self.started = before.get("global_step", 0), time.time() - before.get("seconds", 0)
-        if args.upload_model:
-            from huggingface_hub import HfApi
-
-            self.hub = HfApi()
-            self.hub.whoami()  # a missing login is an error now, not after the training
+    def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
+        self.args, self.folder, self.parts = args, folder, parts
+        first_step, seconds = 0, 0
+        if checkpoint:
+            first_step, seconds = checkpoint["global_step"], checkpoint["seconds"]
+        self.started = time.time() - seconds  # includes the time before a resume
+        self.recent_returns, self.num_episodes = deque(maxlen=100), None
+        modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+        groups = [g for part in parts.values() for g in getattr(part, "param_groups", [])]
+        trained = {p for group in groups for p in group["params"]}
+        if trained.difference(*[module.parameters() for module in modules]):
+            sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(ImportError, OSError):  # systems without such locks
-            import fcntl
+        with contextlib.suppress(ImportError):  # Windows has no such lock
+            from fcntl import LOCK_EX, LOCK_NB, flock
 
-            try:
-                fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
-            except BlockingIOError:
-                sys.exit(f"error: another process is at work in {folder}")
+            flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         print(f"run folder: {folder}", flush=True)
+        if args.upload_model:
+            import huggingface_hub
+
+            self.hub = huggingface_hub.HfApi()
+            self.hub.whoami()  # fail now rather than after training
         if args.track:
             import wandb
 
-            project, entity = args.wandb_project_name, args.wandb_entity
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
-            self.wandb = wandb
-            os.environ.setdefault("WANDB_SILENT", "true")
-            # A resumed run sends the points since its checkpoint again, with the same values
-            wandb.init(project=project, entity=entity, id=run_id, resume="allow", sync_tensorboard=True)
-            wandb.config.update(vars(args), allow_val_change=True)
-        # TensorBoard hides older points beyond the checkpoint's step, which will be logged again
-        self.writer = SummaryWriter(str(folder), purge_step=self.first_step + bool(checkpoint), flush_secs=10)
-        write_file(folder / "args.json", json.dumps(vars(args), indent=2))
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:],
+                resume="allow",
+                config=asdict(args),
+                allow_val_change=True,
+                sync_tensorboard=True,
+            )
+        # TensorBoard hides points after the checkpoint's step, which are logged again
+        purge_step = first_step + 1 if checkpoint else None
+        self.writer = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)
         interval = 0.1 if sys.stderr.isatty() else 10
-        self.bar = tqdm(total=last_step, initial=self.first_step, unit=" steps", mininterval=interval)
+        self.bar = tqdm(total=last_step, initial=first_step, unit=" steps", mininterval=interval)
 
     def log(self, global_step: int, scalars: dict) -> None:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, global_step)
 
-    def progress(self, global_step: int, recent_scores: deque) -> None:
-        """Show how far the run is and the mean return of the last 100 episodes; log the speed."""
+    def log_episodes(self, global_step: int, episodes: dict) -> None:
+        """Log the mean return and length of the episodes that a step ended."""
+        if episodes:
+            returns, lengths = np.transpose(list(episodes.values()))
+            self.recent_returns.extend(returns)
+            self.num_episodes += len(returns)
+            self.log(global_step, {"charts/episodic_return": returns.mean()})
+            self.log(global_step, {"charts/episodic_length": lengths.mean()})
+
+    def progress(self, global_step: int) -> None:
         self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
-        if recent_scores:
-            self.bar.set_postfix_str(f"return {np.mean(recent_scores):.1f}", refresh=False)
+        if self.recent_returns:
+            self.bar.set_postfix_str(f"return {np.mean(self.recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
 
-    def pack(self, global_step: int, *names: str) -> dict:
-        """What a checkpoint holds, or only the parts that are named. `seconds` include those before a resume."""
-        seconds = time.time() - self.started
-        header = {"script": SCRIPT, "args": vars(self.args), "global_step": global_step, "seconds": seconds}
-        return header | {name: self.parts[name].state_dict() for name in names or self.parts}
+    def pack(self, global_step: int, names) -> dict:
+        """The state of the named parts, and what identifies the run."""
+        header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
+        header["seconds"] = time.time() - self.started
+        return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write checkpoint_{global_step}.pt and keep the one before it."""
+        """Write a checkpoint and keep the previous one."""
+        if self.num_episodes == 0:
+            print("note: no episode ended between two checkpoints, which reset the environments")
+        self.num_episodes = 0
         self.writer.flush()
-        write_file(self.folder / f"checkpoint_{global_step:012}.pt", self.pack(global_step))
-        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
-            path.unlink()
+        path = self.folder / f"checkpoint_{global_step:012}.pt"
+        write_file(path, self.pack(global_step, self.parts))
+        for old_path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+            old_path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:
-        """Evaluate; write the last checkpoint, model.pt with the parts that are named, and result.json."""
+        """Save the run and the model (the named parts), then evaluate and write result.json."""
         self.bar.close()
-        args, model = self.args, self.pack(global_step, *names)
-        scores = evaluate(args, model, self.folder)
-        means = {f"eval/{name}": float(np.mean(values)) for name, values in scores.items()}
-        if global_step > self.first_step:  # Trap: a run that is continued after its end has logged this already
-            self.log(global_step, means)
-            self.save_checkpoint(global_step)
-        self.writer.close()
+        args, model = self.args, self.pack(global_step, names)
+        self.save_checkpoint(global_step)
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
-        result = {name: model[name] for name in ("script", "args", "global_step", "seconds")} | means | scores
-        result["versions"] = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-        gpu = f", {torch.cuda.get_device_name()}" if args.cuda and torch.cuda.is_available() else ""
-        result["machine"] = f"{os.cpu_count()} cores, {platform.platform()}{gpu}"
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
-            git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-            result["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-        write_file(self.folder / "result.json", json.dumps(result, indent=2))
-        if args.track:
-            self.wandb.log({path.stem: self.wandb.Video(str(path)) for path in self.folder.glob("videos/*.mp4")})
-            self.wandb.finish()
+        returns = evaluate(args, model, self.folder)
+        self.log(global_step, {"eval/episodic_return": np.mean(returns)})
+        self.writer.close()
+        result = {name: model[name] for name in ("script", "args", "global_step", "seconds")}
+        result |= {"episodic_return": returns, "torch": torch.__version__}
+        (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            card = f"---\ntags: [reinforcement-learning, {args.env_id}, {SCRIPT}]\n---\n# {args.env_id}: {means}\n"
-            card += f"Trained by `{shlex.join(['python', *sys.argv])}`, played by `{SCRIPT}.py --evaluate model.pt`.\n"
-            write_file(self.folder / "README.md", card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            repo = self.hub.create_repo(f"{args.hf_entity}/{name}" if args.hf_entity else name, exist_ok=True)
-            patterns = ["README.md", "model.pt", "args.json", "result.json", "videos/*"]
-            self.hub.upload_folder(repo_id=repo.repo_id, folder_path=self.folder, allow_patterns=patterns)
+            repo = self.hub.create_repo(
+                "/".join(filter(None, (args.hf_entity, name))), exist_ok=True
+            )
+            card = f"---\ntags: [reinforcement-learning, {args.env_id}]\n---\n{SCRIPT}.py\n"
+            (self.folder / "README.md").write_text(card)
+            files = ["README.md", "model.pt", "result.json", "videos/**"]
+            folder = self.folder
+            self.hub.upload_folder(repo_id=repo.repo_id, folder_path=folder, allow_patterns=files)
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to evaluate or to continue from, if there is one."""
-    names = ("run_folder", "resume", "evaluate")
-    Given = dataclasses.make_dataclass("Given", [(name, str | None, None) for name in names])
-    given, _ = tyro.cli(Given, return_unknown_args=True, add_help=False)
-    if (given.evaluate, given.resume, given.run_folder).count(None) < 2:
-        sys.exit("error: --evaluate, --resume and --run-folder cannot be combined")
-    path = Path(given.evaluate or given.resume or given.run_folder or "runs")
-    if not given.evaluate and not given.resume and not (given.run_folder and any(path.glob("checkpoint_*.pt"))):
-        args = tyro.cli(Args)
-        name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
-        return args, path if given.run_folder else path / name, None
-    checkpoint = load_checkpoint(path)
-    saved = Args(**checkpoint["args"])
-    # What is not given is as it was, but for the module in an id like "module:Name-v0", which gym.make would import
-    args = tyro.cli(Args, default=dataclasses.replace(saved, env_id=saved.env_id.split(":")[-1]))
-    if args.env_id != saved.env_id or (args.seed != saved.seed and not args.evaluate):
-        sys.exit(f"error: {path} is of --env-id {saved.env_id} --seed {saved.seed}, not {args.env_id} and {args.seed}")
-    return args, path if path.is_dir() else path.parent, checkpoint
+    """The arguments, the run folder, and the checkpoint to resume from or to evaluate."""
+    args, checkpoint = tyro.cli(Args), None
+    folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
+    if args.evaluate or args.resume or any(folder.glob("checkpoint_*.pt")):
+        checkpoint = load_checkpoint(folder)
+        saved = checkpoint["args"]
+        for name in saved.keys() - vars(args).keys():
+            print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
+        args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
+        folder = folder if folder.is_dir() else folder.parent
+    elif not args.run_folder:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        folder /= re.sub(r"[^\w.-]+", "-", name)
+        while folder.exists():
+            folder = folder.with_name(folder.name + "_")
+    return args, folder, checkpoint
 
 
 def main() -> None:
-    """Train, continue or evaluate, as the arguments say."""
-    for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: shells start background jobs with it ignored
+    for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored in a shell's background jobs
         signal.signal(signum, signal.default_int_handler)
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
-        print("note: torch finds no CUDA device; the CPU is used", file=sys.stderr)
+        print("note: no CUDA device was found, so the CPU is used")
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     try:
-        evaluate(args, checkpoint, folder) if args.evaluate else train(args, folder, checkpoint)
+        if args.evaluate:
+            evaluate(args, checkpoint, folder)
+        else:
+            train(args, folder, checkpoint)
     except KeyboardInterrupt:
         command = shlex.join(["python", sys.argv[0], "--resume", str(folder)])
-        hint = f"; continue with: {command}" if not args.evaluate and any(folder.glob("checkpoint_*.pt")) else ""
-        print(f"\ninterrupted{hint}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(f"\ninterrupted; resume with: {command}")
+    except BlockingIOError:
+        sys.exit(f"error: {folder} is in use by another process")
     except (gym.error.Error, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
+    finally:
+        for process in multiprocessing.active_children():
+            process.terminate()
 
 
 if __name__ == "__main__":
