@@ -8,9 +8,9 @@
 # ///
 r"""Asynchronous advantage actor-critic (A3C) with an LSTM, on Atari.
 
-Each worker process has its own environment and its own copy of the model. It acts for a few steps,
-computes the gradient of an actor-critic loss with n-step returns and an entropy bonus, and applies
-it to one shared model without a lock ("Hogwild"). Then it copies the shared model again.
+Each worker process acts for a few steps in its own environment, with a copy of the shared model. It
+computes the gradient of an actor-critic loss, with n-step returns and an entropy bonus, and applies
+it to the shared model without a lock ("Hogwild"). Then it copies the shared model again.
 
 [A3C]   Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", arXiv:1602.01783
 [HOG]   Recht et al. 2011, "Hogwild: a lock-free approach to parallelizing stochastic gradient
@@ -28,10 +28,10 @@ it to one shared model without a lock ("Hogwild"). Then it copies the shared mod
     T            global_step                         steps of all workers
     t_max        num_steps                           maximum of t
     s_i          obs             (t, N, C, 105, 80)  one frame, or four with --no-lstm
-                 lstm_state      (2, N, 256)         h and c of the LSTM
+                 lstm_state      (N, 256) each       h and c of the LSTM
     a_i          actions         (t, N)              sampled action
     r_i          rewards         (t, N)              reward, clipped to its sign
-    \pi(a|s)     policy          (t, N)              Categorical distribution
+    \pi(a|s)     logits          (t, N, A)           before the softmax
     V(s)         values          (t, N)              value estimate
     R            returns         (t, N)              n-step return, [A3C] Alg. S3
     \beta        ent_coef                            weight of the entropy H, [A3C] Sec. 4
@@ -44,8 +44,8 @@ Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
     `--optimizer rmsprop` keeps our 1e-4.
   * Adam adds epsilon after the bias correction; pytorch-a3c before, 30 times as much at first.
   * The squared value error has the weight 1/4, as in pytorch-a3c; in the paper 1.
-  * Observations are normalized by their own mean and std; pytorch-a3c keeps running averages and
-    does not save them. Weights are initialized orthogonally ([37]).
+  * Observations are normalized by their own mean and std; pytorch-a3c has running averages, which
+    are not saved. Weights are initialized orthogonally ([37]).
   * With `--gae-lambda` below 1, the value target is the lambda-return; pytorch-a3c's stays R.
   * Truncated episodes bootstrap from the value of their final observation ([TIME]), whose newest
     frame is stale in ale-py 0.12.1. They have 27,000 steps, pytorch-a3c's 1,000,000.
@@ -62,6 +62,7 @@ import contextlib
 import copy
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -264,7 +265,7 @@ class Agent(nn.Module):
         super().__init__()
         layers = []  # (B, 32, 21, 21), (B, 32, 11, 11), (B, 32, 6, 6), (B, 32, 3, 3)
         for channels in (obs_shape[0], 32, 32, 32):
-            layers += [nn.Conv2d(channels, 32, 3, stride=2, padding=1), nn.ELU()]
+            layers += [nn.Conv2d(channels, 32, 3, stride=2, padding=1), nn.ELU(inplace=True)]
         self.trunk = nn.Sequential(*layers, nn.Flatten())
         self.crop, self.lstm = crop, nn.LSTM(288, 256) if lstm else None
         if not lstm:
@@ -278,9 +279,10 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(parameter, gain)
         self.to(memory_format=torch.channels_last)  # faster convolutions
 
-    def initial_state(self, num_envs: int) -> torch.Tensor:
-        """The LSTM's h and c (2, N, 256) at the start of an episode."""
-        return torch.zeros(2, num_envs, 256, device=self.value_head.weight.device)
+    def initial_state(self, num_envs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The LSTM's h and c (N, 256) at the start of an episode."""
+        zeros = torch.zeros(num_envs, 256, device=self.value_head.weight.device)
+        return zeros, zeros
 
     def features(self, obs: torch.Tensor) -> torch.Tensor:
         """Convolutional features (B, 288) of observations (B, C, H, W) in uint8."""
@@ -290,20 +292,20 @@ class Agent(nn.Module):
         std, mean = torch.std_mean(frames, dim=(1, 2, 3), keepdim=True)
         return self.trunk((frames - mean) / std.clamp(min=1))  # a blank screen's std is 0
 
-    def forward(self, obs: torch.Tensor, lstm_state: torch.Tensor) -> tuple:
-        """Policy and values (T, N) of successive obs (T, N, C, H, W), and the next LSTM state."""
+    def forward(self, obs: torch.Tensor, lstm_state: tuple) -> tuple:
+        """Logits (T, N, A) and values (T, N) of obs (T, N, C, H, W), and the next LSTM state."""
         T, N = obs.shape[:2]
         hidden = self.features(obs.flatten(0, 1)).unflatten(0, (T, N))
         if self.lstm is None:
             hidden = self.linear(hidden)
         elif T == 1:  # lstm_cell takes one step, and h and c (N, 256); it is faster
-            state = torch.lstm_cell(hidden[0], tuple(lstm_state), *self.lstm.all_weights[0])
-            hidden, lstm_state = state[0][None], torch.stack(state)
+            lstm_state = torch.lstm_cell(hidden[0], lstm_state, *self.lstm.all_weights[0])
+            hidden = lstm_state[0][None]
         else:  # nn.LSTM takes h and c (layers, N, 256)
-            hidden, state = self.lstm(hidden, tuple(lstm_state[:, None]))
-            lstm_state = torch.cat(state)
-        policy = Categorical(logits=self.policy_head(hidden), validate_args=False)
-        return policy, self.value_head(hidden).squeeze(-1), lstm_state
+            h, c = lstm_state
+            hidden, (h, c) = self.lstm(hidden, (h[None], c[None]))
+            lstm_state = h[0], c[0]
+        return self.policy_head(hidden), self.value_head(hidden).squeeze(-1), lstm_state
 
 
 def compute_returns(rewards, next_values, gamma: float, gae_lambda: float) -> torch.Tensor:
@@ -326,7 +328,8 @@ def a3c_loss(agent: Agent, rollout: tuple, args: Args) -> tuple[torch.Tensor, di
     first V(s_i) constant. c is `vf_coef`; [A3C] Alg. S3 has c = 2, Sec. 4 the entropy.
     """
     obs, actions, policy_mask, rewards, lstm_state, bootstrap = rollout
-    policy, values, _ = agent(obs, lstm_state)
+    logits, values, _ = agent(obs, lstm_state)
+    policy = Categorical(logits=logits)
     next_values = torch.cat([values.detach()[1:], bootstrap])
     returns = compute_returns(rewards, next_values, args.gamma, args.gae_lambda)
     advantages = returns - values.detach()
@@ -346,10 +349,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self.state.update((p, self.initial_state(p)) for p in group["params"])
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state, but not the hyperparameters."""
-        super().load_state_dict(state_dict | {"param_groups": self.state_dict()["param_groups"]})
-
     def share_memory(self) -> None:
         for state in self.state.values():
             for tensor in state.values():
@@ -364,29 +363,26 @@ class SharedOptimizer(torch.optim.Optimizer):
 
 
 class SharedAdam(SharedOptimizer):
-    r"""Adam, [ADAM] Alg. 1:
+    r"""Adam with `lr`, `betas`, `eps`, [ADAM] Alg. 1:
 
     m = \beta_1 m + (1 - \beta_1) g,  \hat m = m / (1 - \beta_1^t);  v, \hat v: g^2 and \beta_2
     \theta = \theta - \alpha \hat m / (\sqrt{\hat v} + \epsilon)
 
-    By Cauchy-Schwarz |\hat m| / \sqrt{\hat v} is below `bound`, 7.3 with the default betas. But m
+    By Cauchy-Schwarz |\hat m| / \sqrt{\hat v} is below `bound`, 7.3 for betas (0.9, 0.999). But m
     may hold the gradient of a worker that writes at the same time, and v not yet. Without the
     bound, an early step could then be thousands of times too long and destroy the model.
     """
 
-    def __init__(self, params, lr: float, betas=(0.9, 0.999), eps: float = 1e-8) -> None:
-        assert betas[0] ** 2 < betas[1] < 1, f"steps have no bound with betas {betas}"
-        super().__init__(params, lr=lr, betas=betas, eps=eps)
-
     def initial_state(self, p: torch.Tensor) -> dict:
-        return {"t": torch.tensor(0), "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+        # Trap: on loading, PyTorch casts all but "step" to the parameter's type
+        return {"step": torch.tensor(0), "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
 
-    def update(self, p, grad, group: dict, t, m, v) -> None:
+    def update(self, p, grad, group: dict, step, m, v) -> None:
         beta1, beta2 = group["betas"]
         bound = (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
-        t = int(t.add_(1))
-        m.mul_(beta1).add_(grad, alpha=1 - beta1)
-        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        t = int(step.add_(1))
+        m.lerp_(grad, 1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)  # Trap: lerp_ could make v negative
         m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
         quotient = m_hat.div_(v_hat.sqrt_().add_(group["eps"]))
         p.sub_(quotient.clamp_(-bound, bound), alpha=group["lr"])
@@ -435,7 +431,8 @@ class Shared:
 
 def actor_learner(rank: int, args: Args, folder: Path, shared: Shared) -> None:
     """Worker `rank`, [A3C] Alg. S3."""
-    device = prepare_worker(args)
+    prepare_worker(args)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, 1)
     local_model = copy.deepcopy(shared.model).to(device)
     optimizer = shared.optimizers[0 if args.shared_optimizer else rank]
@@ -459,8 +456,9 @@ def actor_learner(rank: int, args: Args, folder: Path, shared: Shared) -> None:
                 policy_mask = ~envs.fire
                 with torch.no_grad():
                     obs = torch.as_tensor(current_obs[None], device=device)
-                    policy, _, lstm_state = local_model(obs, lstm_state)
-                    actions = policy.sample()[0].cpu().numpy()
+                    logits, _, lstm_state = local_model(obs, lstm_state)
+                    # The same as Categorical(logits=logits).sample(), and faster
+                    actions = logits[0].softmax(-1).multinomial(1)[:, 0].cpu().numpy()
                 obs, next_obs, rewards, terminations, truncations, _ = envs.step(actions)
                 steps.append((current_obs, actions, policy_mask, rewards))
                 current_obs, done = obs, terminations[0] or truncations[0]
@@ -501,16 +499,20 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, 1)
     model = Agent(envs.obs_shape, envs.num_actions, args.lstm, args.crop)
-    options = {"lr": args.learning_rate}
-    if args.optimizer == "rmsprop":
-        options |= {"alpha": args.rmsprop_alpha, "eps": args.rmsprop_eps}
-    optimizer_class = {"adam": SharedAdam, "rmsprop": SharedRMSprop}[args.optimizer]
+    if args.optimizer == "adam":
+        optimizer_class, options = SharedAdam, {"betas": (0.9, 0.999), "eps": 1e-8}
+    else:
+        optimizer_class = SharedRMSprop
+        options = {"alpha": args.rmsprop_alpha, "eps": args.rmsprop_eps}
     num_optimizers = 1 if args.shared_optimizer else args.num_workers
+    options["lr"] = args.learning_rate
     optimizers = [optimizer_class(model.parameters(), **options) for _ in range(num_optimizers)]
 
     # Everything a checkpoint must hold
     parts = {"agent": model} | {f"optimizer_{i}": x for i, x in enumerate(optimizers)}
     global_step = restore(parts, checkpoint) if checkpoint else 0
+    for optimizer in optimizers:
+        optimizer.param_groups[0].update(options)  # those of the flags, not of the checkpoint
     run = Run(args, folder, checkpoint, parts, args.total_timesteps)
     run.save_checkpoint(global_step)
 
@@ -521,8 +523,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     # Trap: a forked worker would hang with two threads of PyTorch, and fail with CUDA
     messages = mp.get_context("spawn").SimpleQueue()
     shared = Shared(model, optimizers, steps, checkpoint_step, messages)
-    inputs = (args, folder, shared)
-    workers = mp.spawn(actor_learner, inputs, args.num_workers, join=False, daemon=True)
+    workers = mp.spawn(
+        actor_learner, (args, folder, shared), args.num_workers, join=False, daemon=True
+    )
 
     while global_step < args.total_timesteps:
         num_stopped = 0
@@ -530,7 +533,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             try:
                 workers.join(timeout=0.1)
             except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-                sys.exit(f"error: {error}\nresume with: --resume {shlex.quote(str(folder))}")
+                command = shlex.join(["python", sys.argv[0], "--resume", str(folder)])
+                sys.exit(f"error: {error}\nresume with: {command}")
             while not messages.empty():
                 step, episodes, scalars = messages.get()
                 run.log_episodes(step, episodes)
@@ -562,10 +566,11 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     obs, ended = envs.reset(seed_everything(args.seed, global_step, 1), videos), {}
     lstm_state = agent.initial_state(args.eval_episodes)
     for _ in range(EVAL_STEPS):
-        policy, _, lstm_state = agent(torch.from_numpy(obs[None]), lstm_state)
-        actions = policy.mode if args.greedy else policy.sample()
+        logits, _, lstm_state = agent(torch.from_numpy(obs[None]), lstm_state)
+        actions = logits.argmax(-1) if args.greedy else Categorical(logits=logits).sample()
         obs, _, _, terminations, truncations, _ = envs.step(actions[0].numpy())
-        lstm_state = lstm_state * torch.from_numpy(~(terminations | truncations))[:, None]
+        going_on = torch.from_numpy(~(terminations | truncations))[:, None]
+        lstm_state = [x * going_on for x in lstm_state]
         ended = envs.episodes | ended  # keeps the first episode of each environment
         if len(ended) == args.eval_episodes:
             break
@@ -577,13 +582,12 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     return returns
 
 
-def prepare_worker(args: Args) -> torch.device:
-    """Set up a worker process, which ends with its parent. Returns its device."""
+def prepare_worker(args: Args) -> None:
+    """Set up a worker process, which ends with its parent."""
     threading.Thread(target=lambda: (mp.parent_process().join(), os._exit(1)), daemon=True).start()
     torch.set_flush_denormal(True)  # averages of unused weights decay into slow denormals
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
 def seed_everything(*key: int) -> int:
@@ -769,6 +773,9 @@ def main() -> None:
         sys.exit(f"error: {folder} is in use by another process")
     except (gym.error.Error, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
+    finally:
+        for process in multiprocessing.active_children():
+            process.terminate()
 
 
 if __name__ == "__main__":
