@@ -393,6 +393,31 @@ class Priorities:
         self.max_priority = max(self.max_priority, float(priorities.max()))
 
 
+PIECE = 4096  # frames that are compressed together
+
+
+def pack(frames: np.ndarray) -> list[Tensor]:
+    """Compress frames (K, ...): each line of the screen in PIECE frames, then the next line."""
+    pieces = (frames[k : k + PIECE] for k in range(0, len(frames), PIECE))
+    with ThreadPoolExecutor(8) as pool:
+        packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), 1), pieces)
+        return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
+
+
+def unpack(packed: list[Tensor], frames: np.ndarray) -> None:
+    for k, data in enumerate(packed):
+        piece = frames[k * PIECE :][:PIECE].swapaxes(0, 1)
+        piece[:] = np.frombuffer(zlib.decompress(data.numpy()), frames.dtype).reshape(piece.shape)
+
+
+def check_memory(needed: int) -> None:
+    """Exit if the replay buffer, whose memory is allocated as it fills, will not fit."""
+    with contextlib.suppress(OSError):  # not Linux
+        free = 1024 * int(Path("/proc/meminfo").read_text().split()[7])  # MemAvailable
+        if needed > free:
+            sys.exit(f"error: --buffer-size needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free")
+
+
 class Replay:
     """A ring buffer of transitions, each row one step of one environment.
 
@@ -589,7 +614,6 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 
 SCRIPT = "dqn_per_atari"
 EVAL_STEPS = 108_000  # where evaluation episodes are cut off
-PIECE = 4096  # frames that are compressed together
 
 
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
@@ -611,28 +635,6 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
     return returns
-
-
-def pack(frames: np.ndarray) -> list[Tensor]:
-    """Compress frames (K, ...): each line of the screen in PIECE frames, then the next line."""
-    pieces = (frames[k : k + PIECE] for k in range(0, len(frames), PIECE))
-    with ThreadPoolExecutor(8) as pool:
-        packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), 1), pieces)
-        return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
-
-
-def unpack(packed: list[Tensor], frames: np.ndarray) -> None:
-    for k, data in enumerate(packed):
-        piece = frames[k * PIECE :][:PIECE].swapaxes(0, 1)
-        piece[:] = np.frombuffer(zlib.decompress(data.numpy()), frames.dtype).reshape(piece.shape)
-
-
-def check_memory(needed: int) -> None:
-    """Exit if the replay buffer, whose memory is allocated as it fills, will not fit."""
-    with contextlib.suppress(OSError):  # not Linux
-        free = 1024 * int(Path("/proc/meminfo").read_text().split()[7])  # MemAvailable
-        if needed > free:
-            sys.exit(f"error: --buffer-size needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free")
 
 
 def seed_everything(*key: int) -> int:
