@@ -271,7 +271,7 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
         """pi(.|s) and V(s) (B,) of observations (B, C, H, W) in uint8."""
         obs = obs.contiguous(memory_format=torch.channels_last)  # the faster layout on the CPU
-        hidden = self.linear(self.convolutions(obs.float() / 255))
+        hidden = self.linear(self.convolutions(obs.float().div_(255)))
         logits, values = self.policy_head(hidden).float(), self.value_head(hidden).float()
         return Categorical(logits=logits, validate_args=False), values.squeeze(-1)
 

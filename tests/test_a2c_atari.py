@@ -284,9 +284,10 @@ def test_updates_are_the_papers_in_float64(tmp_path, limit_games, logged, name):
         logs["losses/explained_variance"] = 1 - error.var() / returns.var()
         logs["charts/learning_rate"] = expected_lr
         for tag, value in logs.items():
-            points = [v for step, t, v in logged if (step, t) == (15 * k + 15, tag)]
-            assert points == pytest.approx([float(value)], rel=1e-2, abs=1e-5), (tag, k)
-    assert k == 8 and min(norms) < args.max_grad_norm < max(norms)
+            points = [v for s, t, v in logged if (s, t) == (15 * k + 15, tag)]
+            value = torch.as_tensor(value).item()
+            assert points == pytest.approx([value], rel=1e-2, abs=1e-5), (tag, k)
+    assert k == 8 and len(parameters[4]) == 32 and min(norms) < args.max_grad_norm < max(norms)
 
 
 def test_actions_are_drawn_from_the_policy(tmp_path):
@@ -305,7 +306,6 @@ def test_bf16_differs_from_float32_by_its_precision(tmp_path):
     moves = [[q - p for p, q in zip(*run.updates[0][:2])] for run in runs]
     exact, short = (torch.cat([x.flatten() for x in move]) for move in moves)
     assert short.dtype == torch.float32 and not torch.equal(exact, short)
-    assert np.array_equal(runs[0].obs[0], runs[1].obs[0])
     assert torch.cosine_similarity(exact, short, dim=0) > 0.9
 
 
@@ -329,14 +329,14 @@ def test_checkpoints_are_at_the_first_rollout_after_each_interval(tmp_path):
 
 def test_episodes_are_logged_unclipped_and_losses_by_interval(tmp_path, limit_games, logged):
     limit_games(400)
-    flags = dict(env_id="ALE/SpaceInvaders-v5", total_timesteps=830, checkpoint_interval=10**6)
+    flags = dict(env_id="ALE/SpaceInvaders-v5", total_timesteps=810, checkpoint_interval=10**6)
     train(a2c, tmp_path, **SMALL | flags | dict(log_interval=3))
-    points = {tag: [(s, v) for s, t, v in logged if t == tag] for _, tag, _ in logged}
-    assert points["charts/episodic_length"] == [(400, 100), (800, 100)]
+    points = {tag: {s: v for s, t, v in logged if t == tag} for _, tag, _ in logged}
+    assert points["charts/episodic_length"] == {400: 100, 800: 100}
     returns = points["charts/episodic_return"]
-    assert [step for step, _ in returns] == [400, 800] and max(v for _, v in returns) > 20
-    assert [step for step, _ in points["eval/episodic_return"]] == [840]
-    assert [step for step, _ in points["losses/entropy"]] == [*range(60, 841, 60)]
+    assert list(returns) == [400, 800] and max(returns.values()) > 20
+    assert list(points["eval/episodic_return"]) == [820]
+    assert list(points["losses/entropy"]) == [*range(60, 820, 60), 820]
 
 
 def test_seeds_differ_between_runs_checkpoints_and_evaluation(tmp_path, monkeypatch):
@@ -351,7 +351,8 @@ def test_seeds_differ_between_runs_checkpoints_and_evaluation(tmp_path, monkeypa
     for seed in (1, 2):
         train(a2c, tmp_path / str(seed), **SMALL | dict(seed=seed))
     train(a2c, tmp_path / "again", **SMALL | dict(seed=2))
-    assert len(set(seeds)) == 8 and seeds[4:8] == seeds[8:], seeds
+    a2c.evaluate(make_args(), load(tmp_path / "1" / "checkpoint_000000000140.pt"), tmp_path)
+    assert len(set(seeds)) == 9 and seeds[4:8] == seeds[8:12], seeds
     assert_same(*(load(tmp_path / name / "model.pt") for name in ("2", "again")))
 
 
