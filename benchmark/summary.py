@@ -113,7 +113,7 @@ def algorithms(measured: pd.DataFrame) -> pd.DataFrame:
                 "algorithm": algorithm,
                 "paper": paper,
                 "page": f"[page](docs/{script}.md)",
-                "default run": f"{steps / 1e6:g}M steps, {took}, {peak / 1000:.1f} GB",
+                "default run on two cores": f"{steps / 1e6:g}M steps, {took}, {peak / 1000:.1f} GB",
             }
         )
     return pd.DataFrame(table)
@@ -129,7 +129,7 @@ def results(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
             mine = runs[(runs.script == script) & (runs.env_id == env_id)]
             theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
             shown = [mine[mine.variant == flags]]
-            same = mine[mine.variant.map(lambda v: setting(script, v)) == setting(script, flags)]
+            same = mine[[setting(script, each) == setting(script, flags) for each in mine.variant]]
             if len(theirs) and not len(at_equal_steps(theirs, steps_of(shown[0]))):
                 shown.append(at_equal_steps(same, steps_of(theirs)))
             for rows in shown:
@@ -164,9 +164,9 @@ def defaults(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
     table = []
     for script in FRONT:
         for env_id, rows in runs[runs.script == script].groupby("env_id"):
-            plain = rows.variant.map(lambda v: (len(setting(script, v)), v))
-            rows = rows[plain.map(lambda key: key[0]) == min(key[0] for key in plain)]
-            rows = rows[rows.total_steps.astype(int) > 0.95 * rows.total_steps.astype(int).max()]
+            flags = [len(setting(script, each)) for each in rows.variant]
+            rows = rows[[length == min(flags) for length in flags]]
+            rows = at_equal_steps(rows, rows.total_steps.astype(int).max())
             known = references[(references.script == script) & (references.env_id == env_id)]
             known = known[(known.steps.astype(int) / steps_of(rows)).between(0.95, 1.05)]
             table.append(

@@ -24,19 +24,10 @@ from common import (
     ROOT,
     STEPS,
     arguments,
-    front,
     read_runs,
     read_table,
 )
-from plot import bootstrap, iqm
-
-PAPERS = {
-    "ppo_continuous": "PPO, [Schulman et al. 2017](https://arxiv.org/abs/1707.06347)",
-    "a2c_atari": "A2C, [Mnih et al. 2016](https://arxiv.org/abs/1602.01783)",
-    "a3c_atari": "A3C with LSTM, [Mnih et al. 2016](https://arxiv.org/abs/1602.01783)",
-    "dqn_per_atari": "double dueling DQN with prioritized replay, [Schaul et al. 2016](https://arxiv.org/abs/1511.05952)",
-    "qmix_smac": "QMIX (also VDN, IQL), [Rashid et al. 2018](https://arxiv.org/abs/1803.11485)",
-}
+from plot import bootstrap, center, iqm
 
 
 def number(value: float, scale: float | None = None) -> str:
@@ -45,7 +36,7 @@ def number(value: float, scale: float | None = None) -> str:
     return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2}f}"
 
 
-def interval(column: pd.Series, statistic=np.mean) -> str:
+def interval(column: pd.Series, statistic=center) -> str:
     """The statistic over seeds, with its bootstrap interval if there are several, or nothing."""
     values = column[column != ""].astype(float).to_numpy()
     if not len(values):
@@ -83,36 +74,14 @@ def score_table(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
                 "flags": f"`{variant}`" if variant else "",
                 "steps": " to ".join(dict.fromkeys([f"{steps[0]:,}", f"{steps[-1]:,}"])),
                 "seeds": str(len(rows)),
-                "training return": interval(rows.training_return),
+                "training return": interval(rows.training_return, np.mean),
                 "IQM": interval(rows.training_return, iqm) if len(rows) >= 5 else "",
-                "evaluation": interval(rows.eval_return),
-                "battles won": interval(rows.eval_battle_won_rate),
-                "in the last fifth": interval(rows.tests_battle_won_rate),
+                "evaluation": interval(rows.eval_return, np.mean),
+                "battles won": interval(rows.eval_battle_won_rate, np.mean),
+                "in the last fifth": interval(rows.tests_battle_won_rate, np.mean),
                 "published": score,
                 "source": source,
                 "hours": f"{rows.wall_seconds.astype(float).mean() / 3600:.2f}",
-            }
-        )
-    return pd.DataFrame(table)
-
-
-def front_scores(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
-    """README's table of scores: a row for each script."""
-    table = []
-    for script, rows in front(runs).items():
-        (row,) = score_table(rows, references).to_dict("records")
-        score = row["training return"]
-        if row["battles won"]:
-            score = f"{row['battles won']} of battles won"
-        if script == "dqn_per_atari":
-            score = row["evaluation"]  # as what is published
-        table.append(
-            {
-                "script": f"[`{script}.py`]({script}.py) ([page](docs/{script}.md))",
-                "algorithm, paper": PAPERS[script],
-                **{name: row[name] for name in ("environment", "steps", "seeds")},
-                "score": score,
-                "published": f"{row['published']} ({row['source']})" if row["source"] else "",
             }
         )
     return pd.DataFrame(table)
@@ -150,40 +119,6 @@ def speed_table(rows: pd.DataFrame) -> pd.DataFrame:
                 "peak MB": f"{mine.peak_mb.astype(float).median():,.0f}",
             }
         )
-    return pd.DataFrame(table)
-
-
-def front_speed(measured: pd.DataFrame) -> pd.DataFrame:
-    """README's table of speed: each script, its fastest variant, and the fastest peer.
-
-    A peer that runs at its own hyperparameters has "own" in its name, and a row of its own.
-    """
-    table, found = [], newest_rounds(measured)
-    for script in FRONT:
-        names = [name for name in found if name.startswith(script)]
-        if not names:
-            continue
-        rows = found[names[0]]
-        first = rows.iloc[0]
-        when = [first.date.split()[0], f"commit {first.commit[:7]}", first.machine.split(", ")[0]]
-        when += ["one round"] if rows["round"].max() == 0 else []
-        speeds = rows.pivot(index="round", columns="name", values="steps_per_second").astype(float)
-        names = list(speeds.median().sort_values().index)  # the fastest last
-        ours = [each for each in names if each.startswith(f"{script}.py")]
-        default = next(each for each in rows.name if each in ours)
-        mine = dict.fromkeys([default, ours[-1]])
-        own = [each for each in names if "own" in each.split()]
-        for peer in [each for each in names if each not in ours + own][-1:] + own:
-            times = [spread(speeds[each] / speeds[peer]) for each in mine]
-            table.append(
-                {
-                    "program": "; ".join(f"`{each}`" for each in mine),
-                    "steps/s": "; ".join(f"{speeds[each].median():,.0f}" for each in mine),
-                    "fastest peer": f"{peer}: {speeds[peer].median():,.0f}",
-                    "times as fast": "; ".join(times),
-                    "when, on what": ", ".join(when),
-                }
-            )
     return pd.DataFrame(table)
 
 
@@ -240,11 +175,12 @@ def speed_section(measured: pd.DataFrame) -> str:
 
 
 def frozen_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Means over seeds."""
-    groups = rows.astype({"frozen": float, "fresh": float}).groupby(["env_id", "variant"])
-    means = {"seeds": ("seed", "count"), "frozen": ("frozen", "mean"), "fresh": ("fresh", "mean")}
-    table = groups.agg(**means).reset_index()
-    return table.map(lambda cell: number(cell) if isinstance(cell, float) else str(cell))
+    """The default runs: what their policies return with either kind of statistics."""
+    table = []
+    for env_id, group in rows[rows.variant == ""].groupby("env_id"):
+        row = {"environment": env_id, "seeds": str(len(group))}
+        table.append(row | {name: interval(group[name]) for name in ("frozen", "fresh")})
+    return pd.DataFrame(table)
 
 
 def replace_sections(text: str, sections: dict[str, str]) -> tuple[str, list[str]]:
@@ -263,14 +199,17 @@ def replace_sections(text: str, sections: dict[str, str]) -> tuple[str, list[str
 
 def generate(results: Path) -> tuple[dict[Path, str], list[str]]:
     """All generated files as they should be, {path: text}, and faults of the markers."""
+    import summary  # which imports this module
+
     runs, measured = read_runs(results), read_table(results / "speed.csv")
     references = read_table(results / "references.csv")
     scores = score_table(runs, references)
     drawn = sorted(FRONT.keys() & set(runs.script))
     figures = [f"![Learning curves of {name}](figures/{name}.png)" for name in drawn]
     front_page = {
-        "scores": markdown(front_scores(runs, references)),
-        "speed": markdown(front_speed(measured)),
+        "algorithms": markdown(summary.algorithms(measured)),
+        "scores": markdown(summary.results(runs, references)),
+        "speed": markdown(summary.speed(measured)),
     }
     sections = {
         "scores": markdown(scores),
@@ -280,7 +219,11 @@ def generate(results: Path) -> tuple[dict[Path, str], list[str]]:
         "frozen": markdown(frozen_table(read_table(results / "frozen_or_fresh.csv"))),
         "kill_test": f"```\n{(results / 'kill_test.txt').read_text()}```",
         "slurm_test": f"```\n{(results / 'slurm_test.txt').read_text()}```",
+        "defaults": markdown(summary.defaults(runs, references)),
+        "speeds": front_page["speed"],
     }
+    for name in summary.QUESTIONS:
+        sections[name] = markdown(summary.question(name, runs))
     files, faults = {}, []
     for path in documents.documents():
         files[path], found = replace_sections(
