@@ -63,8 +63,7 @@ def logged(monkeypatch):
 @pytest.mark.parametrize("gamma, gae_lambda", [(0.99, 1.0), (0.9, 0.95), (0.9, 0.0)])
 def test_returns_are_their_definition(gamma, gae_lambda):
     """For lambda = 1 the sum of [A3C] Alg. S3, for others [GAE] Eq. (16) plus V."""
-    T, N = 30, 4
-    rng = np.random.default_rng(0)
+    (T, N), rng = (30, 4), np.random.default_rng(0)
     rewards, values = rng.normal(size=(T, N)), rng.normal(size=(T + 1, N))
     dones = rng.random((T, N)) < 0.2
     expected = np.zeros((T, N))
