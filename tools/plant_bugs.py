@@ -83,13 +83,15 @@ def caught_by(bug: dict) -> str | None:
         ignore = shutil.ignore_patterns(*LEFT_OUT)
         shutil.copytree(ROOT, folder, ignore=ignore, dirs_exist_ok=True)
         plant(bug, folder)
-        own, shared = [f"tests/test_{script}.py"], ["tests/test_shared.py"]
-        if script != "ppo_continuous":  # with which the shared text is tested
-            shared += ["-k", "same_text"]
+        own, shared = [f"tests/test_{script}.py"], []
+        if script == "a2c_atari":
+            own.append("tests/test_atari_envs.py")  # which tests them through this script
+        if script == "ppo_continuous":  # with which the shared text is tested
+            shared = ["tests/test_shared.py", "-k", "not same_text"]
         smoke = ["tests/test_smoke.py", "-k", script]
         algorithm = (ROOT / f"{script}.py").read_text().split("# ----- The run")[0]
         order = [own, shared] if bug.get("old", "") in algorithm else [shared, own]
-        for flags in [*order, smoke]:
+        for flags in filter(None, [*order, smoke]):
             if test := run_tests(folder, *flags):
                 return test
     return None
