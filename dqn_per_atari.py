@@ -14,10 +14,13 @@ Q(s, a) towards the reward plus the discounted value of the next observation, wh
 of the network estimates.
 
 [DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
-[DDQN]  van Hasselt et al. 2016, "Deep RL with double Q-learning", arXiv:1509.06461
-[DUEL]  Wang et al. 2016, "Dueling network architectures for deep RL", arXiv:1511.06581
+[DDQN]  van Hasselt et al. 2016, "Deep reinforcement learning with double Q-learning",
+        arXiv:1509.06461
+[DUEL]  Wang et al. 2016, "Dueling network architectures for deep reinforcement learning",
+        arXiv:1511.06581
 [PER]   Schaul et al. 2016, "Prioritized experience replay", arXiv:1511.05952
-[RBW]   Hessel et al. 2018, "Rainbow: combining improvements in deep RL", arXiv:1710.02298
+[RBW]   Hessel et al. 2018, "Rainbow: combining improvements in deep reinforcement learning",
+        arXiv:1710.02298
 
     symbol      variable          shape            meaning (N num_envs, n n_step, B batch_size)
     s_t         obs               (N, 4, 84, 84)   the last frame_stack frames, uint8
@@ -52,6 +55,7 @@ Differences from common implementations and the papers (reasons: docs/dqn_per_at
 
 import contextlib
 import copy
+import ctypes
 import json
 import math
 import multiprocessing
@@ -528,7 +532,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or from a checkpoint. Raises FloatingPointError on a NaN or infinity."""
     args.check()
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.set_flush_denormal(True)  # Adam's averages of dead units decay into denormals: slow
+    speed_up_cpu()
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, args.num_envs)
     q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device)
@@ -617,7 +621,7 @@ EVAL_STEPS = 108_000  # where evaluation episodes are cut off
 
 
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
-    """Unclipped returns of `args.eval_episodes` episodes over all lives, with `eval_epsilon`."""
+    """Unclipped returns of `args.eval_episodes` episodes, over all lives."""
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, args.eval_episodes)
     q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device).eval()
@@ -635,6 +639,14 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
     return returns
+
+
+def speed_up_cpu() -> None:
+    """Flush denormals (Adam's averages of dead units) and keep freed pages."""
+    torch.set_flush_denormal(True)
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc
+        for option, size in ((-1, 2**28), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, size)
 
 
 def seed_everything(*key: int) -> int:
