@@ -2,7 +2,7 @@
 # Four short runs by Snakemake, twice, the second time with a run and then the engine killed: the same to the bit?
 # Needs snakemake (or SNAKEMAKE=/path/to/it), and a minute or two.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

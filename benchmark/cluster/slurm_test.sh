@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Snakemake's SLURM executor for real: a controller and two nodes on this machine, four short runs, one node killed.
-# As root, on Debian, after apt-get install slurm-wlm munge: SNAKEMAKE=~/snakemake/bin/snakemake benchmark/slurm_test.sh
+# As root, on Debian, after apt-get install slurm-wlm munge: SNAKEMAKE=~/snakemake/bin/snakemake benchmark/cluster/slurm_test.sh
 # All that it writes is in a temporary folder but for /etc/slurm/slurm.conf, and gone at the end. Two or three minutes.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 conf=/etc/slurm/slurm.conf # where Debian's programs look; jobs do not see SLURM_CONF
 [ ! -e $conf ] || { echo "error: $conf exists; this would replace it" >&2; exit 1; }
 work=$(mktemp -d)
@@ -53,7 +53,7 @@ study() { # folder, further flags: run the study there
         --config runs="$work/$1" results="$work/$1/results" > "$work/$1.log" 2>&1
 }
 # no accounting database here, so no sacct; the status is asked for at once
-slurm=(--profile benchmark/profiles/slurm --slurm-status-command squeue --slurm-no-account
+slurm=(--profile benchmark/cluster/slurm --slurm-status-command squeue --slurm-no-account
     --slurm-init-seconds-before-status-checks 5 --slurm-logdir "$work/logs" --latency-wait 5)
 
 study undisturbed -c 2
