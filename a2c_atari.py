@@ -52,6 +52,7 @@ import contextlib
 import ctypes
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -637,6 +638,9 @@ def main() -> None:
         sys.exit(f"error: {folder} is in use by another process")
     except (gym.error.Error, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
+    finally:
+        for process in multiprocessing.active_children():
+            process.terminate()
 
 
 if __name__ == "__main__":
