@@ -12,7 +12,7 @@ Each agent estimates the values of its own actions from its own observations. In
 network that sees the global state combines the values of the chosen actions into Q_tot, the value
 of the joint action, learned by Q-learning from the team's reward. The mixing weights are never
 negative, so Q_tot is monotone in each agent's value, and the greedy joint action consists of the
-agents' own greedy actions: acting needs no mixer.
+agents' own greedy actions. Acting needs no mixer.
 
 [QMIX]  Rashid et al. 2018, "QMIX: monotonic value function factorisation for deep multi-agent
         reinforcement learning", ICML, arXiv:1803.11485
@@ -35,8 +35,8 @@ Differences from the paper and from PyMARL, its implementation (reasons: docs/qm
     `--num-envs 1 --epsilon-anneal-time 50000 --no-anneal-lr --total-timesteps 2050000`.
   * As in PyMARL, hypernetworks have two layers, Eq. (6) is a mean, and truncation is treated as
     termination (PyMARL bootstraps if the environment reports the time limit).
-  * Updates happen while other environments are in the middle of an episode, so their hidden states
-    come from several parameter vectors; PyMARL updates between episodes.
+  * Updates happen in the middle of other environments' episodes, so hidden states come from several
+    parameter vectors; PyMARL updates between episodes.
   * The target networks are copied every 200 updates, PyMARL's every 200 episodes.
   * Adam has an epsilon of 1e-8, as in [TRICK]; RMSprop has PyMARL's 1e-5.
   * SMAX's rewards are multiplied by 10, as in JaxMARL; its state is scaled.
@@ -136,11 +136,11 @@ class Args:
 
     def check(self) -> None:
         """Exit on values that would silently train something else than intended."""
-        counts = (self.total_timesteps, self.test_nepisode, self.eval_episodes, self.seed + 1)
-        if min(*counts, self.num_envs, self.target_update_interval, self.batch_size) < 1:
+        counts = (self.num_envs, self.batch_size, self.target_update_interval, self.seed + 1)
+        if min(*counts, self.total_timesteps, self.test_nepisode, self.eval_episodes) < 1:
             sys.exit("error: steps, episodes and updates must be positive, the seed not negative")
         if self.updates_per_episode <= 0 or self.batch_size > self.buffer_size:
-            sys.exit("error: there would be no update")
+            sys.exit("error: --updates-per-episode or --buffer-size is too small")
         if self.num_envs > min(self.checkpoint_interval, self.test_interval, self.log_interval):
             sys.exit(f"error: an interval is below the {self.num_envs} steps of an iteration")
         if self.capture_video and self.env_id.startswith("smac/"):
@@ -177,7 +177,7 @@ def make_envs(args: Args, num_envs: int) -> VectorEnv:
 
 def make_space(n_agents: int, n_actions: int, obs_dim: int, state_dim: int) -> Tuple:
     """The space of one environment's observations."""
-    obs, state = (Box(-np.inf, np.inf, shape) for shape in ((n_agents, obs_dim), (state_dim,)))
+    obs, state = Box(-np.inf, np.inf, (n_agents, obs_dim)), Box(-np.inf, np.inf, (state_dim,))
     return Tuple((obs, state, MultiBinary((n_agents, n_actions))))
 
 
@@ -361,9 +361,10 @@ class Agent(nn.Module):
         return self.head.weight.new_zeros(num_envs, self.shape.n_agents, self.hidden_dim)
 
     def forward(self, obs, last_actions, filled, hidden) -> tuple[Tensor, Tensor]:
-        """Values (T, B, n, A) of T steps, and the next hidden states; `filled` is (T, B).
+        """Values (T, B, n, A) of T steps from `hidden` (B, n, H) on, and the last hidden states.
 
-        Steps in padding are skipped; their values are 0.
+        last_actions (T, B, n) are -1 at an episode's start. Padding, where `filled` (T, B) is
+        False, is skipped; its values are 0. (Computing it would take about a third longer.)
         """
         n, A = self.shape.n_agents, self.shape.n_actions
         assert (filled[:, 1:] <= filled[:, :-1]).all(), "longer episodes must come first"
@@ -372,10 +373,11 @@ class Agent(nn.Module):
         inputs = torch.cat([obs, one_hot, agents], dim=-1)[filled]
         hidden, outputs = hidden.flatten(0, 1), []
         for x in self.encoder(inputs).flatten(0, 1).split((n * filled.sum(dim=1)).tolist()):
-            hidden = self.rnn(x, hidden[: len(x)])  # shorter episodes have ended
+            hidden = self.rnn(x, hidden[: len(x)])  # the shorter episodes have ended
             outputs.append(hidden)
-        agent_qs = obs.new_zeros(*obs.shape[:-1], A)
-        agent_qs[filled] = self.head(torch.cat(outputs)).unflatten(0, (-1, n))
+        values = self.head(torch.cat(outputs)).unflatten(0, (-1, n))
+        agent_qs = values.new_zeros(*filled.shape, n, A)
+        agent_qs[filled] = values
         return agent_qs, hidden.unflatten(0, (-1, n))
 
 
@@ -386,8 +388,8 @@ class QMixer(nn.Module):
         super().__init__()
 
         def hypernetwork(width: int, outputs: int) -> nn.Sequential:
-            layers = [nn.Linear(shape.state_dim, width), nn.ReLU(), nn.Linear(width, outputs)]
-            return nn.Sequential(*layers)
+            first, second = nn.Linear(shape.state_dim, width), nn.Linear(width, outputs)
+            return nn.Sequential(first, nn.ReLU(), second)
 
         self.w1_shape = (shape.n_agents, embed_dim)
         self.hyper_w1 = hypernetwork(hypernet_embed, shape.n_agents * embed_dim)
@@ -399,7 +401,7 @@ class QMixer(nn.Module):
         """Q_tot (..., 1) for the agents' values (..., n) in states (..., S)."""
         w1 = self.hyper_w1(state).abs().unflatten(-1, self.w1_shape)  # (..., n, E)
         w2 = self.hyper_w2(state).abs()  # (..., E)
-        # Trap: no abs on biases; they may have any sign
+        # Trap: no abs on the biases, which may have any sign
         hidden = nn.functional.elu((qvals[..., None] * w1).sum(dim=-2) + self.hyper_b1(state))
         return (hidden * w2).sum(dim=-1, keepdim=True) + self.hyper_v(state)
 
@@ -468,8 +470,8 @@ def td_lambda_targets(batch: Episode, next_values, gamma, td_lambda) -> Tensor:
     \lambda = 0 is the target of [QMIX], below Eq. (6).
     """
     discounts = gamma * (1 - batch.terminations)
-    continues = torch.cat([batch.filled[2:], torch.zeros_like(batch.filled[:1])])[..., None]
-    lambdas = td_lambda * continues.to(discounts.dtype)
+    continues = torch.cat([batch.filled[2:], torch.zeros_like(batch.filled[:1])])
+    lambdas = td_lambda * continues[..., None].to(discounts.dtype)
     targets = batch.rewards + discounts * (1 - lambdas) * next_values
     for t in reversed(range(len(targets) - 1)):
         targets[t] += discounts[t] * lambdas[t] * targets[t + 1]
@@ -655,10 +657,8 @@ class Smac(gym.Env):
         self.env = StarCraft2Env(map_name, continuing_episode=True)  # which reports the time limit
         self.close = self.env.close
         info = self.env.get_env_info()
-        n, A, obs_dim, state_dim = (
-            info[name] for name in ("n_agents", "n_actions", "obs_shape", "state_shape")
-        )
-        self.observation_space = make_space(n, A, obs_dim, state_dim)
+        n, A = info["n_agents"], info["n_actions"]
+        self.observation_space = make_space(n, A, info["obs_shape"], info["state_shape"])
         self.action_space = MultiDiscrete([A] * n)
 
     def observe(self) -> tuple:
