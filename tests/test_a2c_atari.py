@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from conftest import assert_same, command, load, resume, train
 from torch import nn
 from torch.distributions import Categorical
+from vectors_reader import cases, check
 
 import a2c_atari as a2c
 
@@ -83,65 +85,63 @@ def test_returns_are_their_definition(gamma, gae_lambda):
     np.testing.assert_allclose(returns, expected, rtol=0, atol=1e-12)
 
 
-def make_rollout():
-    logits = torch.randn(5, 8, 3, dtype=torch.float64, requires_grad=True)
-    values = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
-    policy, returns = Categorical(logits=logits), torch.randn(5, 8, dtype=torch.float64)
-    actions, mask = policy.sample(), torch.rand(5, 8) < 0.7
-    rollout = (policy.log_prob(actions), values, policy.entropy(), returns, mask.double())
-    return logits, values, actions, rollout
+@pytest.mark.quick
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_returns_at_ends_and_edges(precision):
+    """As in `train`: gamma V(final) is added to the last reward of a truncated episode."""
+    for case in cases("gae", "n_step_return"):
+        inputs = {name: torch.tensor(x) for name, x in case["inputs"].items()}
+        gamma, dtype = inputs["gamma"].item(), getattr(torch, precision)
+        rewards, values, next_values = (
+            inputs[name].to(dtype) for name in ("rewards", "values", "next_values")
+        )
+        truncated = inputs["truncations"] & ~inputs["terminations"]
+        dones = inputs["truncations"] | inputs["terminations"]
+        rewards = rewards + gamma * next_values * truncated
+        returns = a2c.compute_returns(rewards, values, next_values[-1], dones, gamma)
+        check(case, "returns", returns, precision)
 
 
 @pytest.mark.quick
-def test_loss_and_gradient_are_the_papers():
-    logits, values, actions, rollout = make_rollout()
-    loss, metrics = a2c.a2c_loss(*rollout, a2c.Args(ent_coef=0.02, vf_coef=0.7))
-    returns, mask = rollout[3].tolist(), rollout[4].tolist()
-    p, V = logits.softmax(-1).tolist(), values.tolist()
-    policy_loss = value_loss = entropy = 0.0
-    logits_grad, values_grad = torch.zeros(5, 8, 3), torch.zeros(5, 8)
-    for t, n in np.ndindex(5, 8):
-        A, a = returns[t][n] - V[t][n], actions[t, n].item()
-        H = -sum(q * math.log(q) for q in p[t][n])
-        policy_loss -= mask[t][n] * A * math.log(p[t][n][a]) / 40
-        value_loss += A**2 / 40
-        entropy += H / 40
-        values_grad[t, n] = -2 * 0.7 * A / 40
-        for i, q in enumerate(p[t][n]):
-            dH = -q * (math.log(q) + H)
-            logits_grad[t, n, i] = (-mask[t][n] * A * ((i == a) - q) - 0.02 * dH) / 40
-    expected = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-    assert {name: x.item() for name, x in metrics.items()} == pytest.approx(expected)
-    assert loss.item() == pytest.approx(policy_loss + 0.7 * value_loss - 0.02 * entropy)
-    grads = torch.autograd.grad(loss, (logits, values))
-    torch.testing.assert_close(grads[0].float(), logits_grad)
-    torch.testing.assert_close(grads[1].float(), values_grad)
-
-
-def gradients(steps=200, size=50):
-    """Gradients of all sizes, some of them zero."""
-    scale = 10.0 ** torch.linspace(-7, 1, size, dtype=torch.float64)
-    for _ in range(steps):
-        yield scale * torch.randn(size, dtype=torch.float64) * (torch.rand(size) < 0.9)
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_loss_and_gradient_are_the_papers(precision):
+    case = list(cases("a2c_a3c", "a2c_loss"))[-1]  # its advantages are returns minus values
+    names = ("logits", "values", "returns")
+    inputs = [torch.tensor(case["inputs"][x]).to(getattr(torch, precision)) for x in names]
+    logits, values = (x.requires_grad_() for x in inputs[:2])
+    policy, mask = Categorical(logits=logits), torch.ones_like(values)
+    logprobs = policy.log_prob(torch.tensor(case["inputs"]["actions"]))
+    args = SimpleNamespace(**{x: case["inputs"][x].item() for x in ("ent_coef", "vf_coef")})
+    loss, metrics = a2c.a2c_loss(logprobs, values, policy.entropy(), inputs[2], mask, args)
+    loss.backward()
+    check(case, "loss", loss.detach(), precision)
+    for name, metric in metrics.items():
+        check(case, name, metric, precision)
+    check(case, "grad_logits", logits.grad, precision)
+    check(case, "grad_values", values.grad, precision)
+    masked, _ = a2c.a2c_loss(logprobs, values, policy.entropy(), inputs[2], 0 * mask, args)
+    without = metrics["value_loss"] * args.vf_coef - args.ent_coef * metrics["entropy"]
+    torch.testing.assert_close(masked.detach(), without)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("alpha, eps", [(0.99, 1e-5), (0.9, 1e-2)])
-def test_rmsprop_is_tensorflows(alpha, eps):
-    """Number by number: the average begins at one, epsilon stands inside the root."""
-    theta, frozen = nn.Parameter(torch.randn(50, dtype=torch.float64)), nn.Parameter(torch.ones(3))
-    rmsprop = a2c.RMSprop([theta, frozen], lr=1.0, alpha=alpha, eps=eps)
-    expected, g = theta.tolist(), [1.0] * 50
-    for t, grad in enumerate(gradients()):
-        theta.grad = grad.clone()
-        rmsprop.param_groups[0]["lr"] = 1e-2 / (t + 1)
-        rmsprop.step()
-        for i, d in enumerate(grad.tolist()):
-            g[i] = alpha * g[i] + (1 - alpha) * d * d
-            expected[i] -= 1e-2 / (t + 1) * d / math.sqrt(g[i] + eps)
-    torch.testing.assert_close(theta.detach(), theta.new_tensor(expected), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(rmsprop.state[theta]["square_avg"], theta.new_tensor(g))
-    assert (frozen == 1).all()
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_rmsprop_is_tensorflows(precision):
+    for case in cases("rmsprop"):
+        inputs, dtype = case["inputs"], getattr(torch, precision)
+        if not inputs["eps_inside_sqrt"] or inputs["initial_square_avg"] != 1:
+            continue
+        parameter = nn.Parameter(torch.tensor(inputs["theta"]).to(dtype))
+        options = {name: inputs[name].item() for name in ("alpha", "eps")}
+        optimizer = a2c.RMSprop([parameter], inputs["learning_rate"].item(), **options)
+        thetas, averages = [], []
+        for grad in torch.tensor(inputs["grads"]).to(dtype):
+            parameter.grad = grad.clone()
+            optimizer.step()
+            thetas.append(parameter.detach().clone().numpy())
+            averages.append(optimizer.state[parameter]["square_avg"].clone().numpy())
+        check(case, "theta", np.array(thetas), precision)
+        check(case, "square_avg", np.array(averages), precision)
 
 
 @pytest.mark.quick

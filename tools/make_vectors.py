@@ -811,6 +811,9 @@ def make_a2c_a3c() -> list[dict]:
             "vf_coef": Fraction("0.25") if kind == "a2c" else Fraction("0.5"),
         }
         cases.append(actor_critic_case(kind, f"a batch of {B}", inputs))
+        difference = [y - v for y, v in zip(inputs["returns"], inputs["values"])]
+        name = f"a batch of {B}, advantages are returns minus values"
+        cases.append(actor_critic_case(kind, name, inputs | {"advantages": difference}))
     cases.append(a3c_rollout_case(rng))
     return cases
 
