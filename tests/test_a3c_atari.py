@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, assert_same, load
 from torch import nn
+from vectors_reader import cases, check
 
 import a3c_atari as a3c
 
@@ -370,6 +371,27 @@ def test_returns_are_the_double_sum(gae_lambda):
             if gae_lambda == 1:
                 n_step = n_step + gamma ** (T - t) * bootstrap[0]
                 assert found[t].item() == pytest.approx(n_step.item())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_loss_and_gradient_of_a_rollout(precision):
+    case = list(cases("a2c_a3c", "a3c_loss"))[-1]  # its advantages are returns minus values
+    names = ("logits", "values", "returns")
+    inputs = [torch.tensor(case["inputs"][x]).to(getattr(torch, precision)) for x in names]
+    logits, values = (x.requires_grad_() for x in inputs[:2])
+    bootstrap, args = torch.tensor([0.75], dtype=logits.dtype), a3c.Args()
+    args.ent_coef, args.vf_coef = (case["inputs"][x].item() for x in ("ent_coef", "vf_coef"))
+    rewards = inputs[2] - args.gamma * torch.cat([inputs[2][1:], bootstrap])
+    actions = torch.tensor(case["inputs"]["actions"])
+    rollout = (torch.zeros(5), actions, torch.ones_like(rewards), rewards, None, bootstrap)
+    loss, metrics = a3c.a3c_loss(lambda obs, lstm_state: (logits, values, None), rollout, args)
+    loss.backward()
+    check(case, "loss", loss.detach(), precision)
+    for name, metric in metrics.items():
+        check(case, name, 5 * metric, precision)
+    check(case, "grad_logits", logits.grad, precision)
+    check(case, "grad_values", values.grad, precision)
 
 
 @pytest.mark.quick
