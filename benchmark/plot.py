@@ -4,15 +4,16 @@
 
 A run is cut into 100 equal bins of steps, or fewer if it has fewer than 400 points (200
 evaluations). A seed's value in a bin is the mean of its episodes that ended there, drawn at the
-bin's end. A thin line is a seed; the thick one is the mean over seeds, from five seeds on their
-interquartile mean (IQM); the band is its 95 % bootstrap interval over seeds. Each variant has a
-color; runs that differ only in their length share one, and a dot marks where each ends. Runs of
-more than three times the length of an environment's shortest have a panel of their own. A dashed
-line is a published score, or a number where the line would flatten the curves. The same results
-give the same files.
+bin's end. Fewer than three seeds are drawn each. From three on a thin line is a seed, the thick one
+their mean, from five on their interquartile mean (IQM), the band its 95 % bootstrap interval. Each
+variant has a color; runs that differ only in their length share one, and a dot marks where each
+ends. Runs of more than three times the length of an environment's shortest have a panel of their
+own. A dashed line is a published score of about as many steps. The same results give the same
+files.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -28,6 +29,37 @@ from matplotlib.ticker import EngFormatter
 LABELS = {
     "charts/episodic_return": "training return",
     "eval/battle_won_rate": "battles won (fraction)",
+}
+WORDS = {  # settings in a legend
+    "--log-std-init -1": "initial standard deviation 0.37",
+    "--no-bootstrap-truncation": "no bootstrap at truncation",
+    "--num-envs 8 --num-steps 256": "8 environments, 256 steps each",
+    "--vf-coef 1.0": "weight of the value loss 1",
+    "--mixer vdn": "VDN",
+    "--mixer none": "independent learners",
+    "--bootstrap-timeouts": "bootstrap at truncation",
+    "--no-prioritized": "uniform replay",
+    "--bf16": "bfloat16",
+    "--adam-eps 1.5e-4": "Adam's epsilon 1.5e-4",
+    "--middle-fraction 0.1": "epsilon decays within 10 % of the run",
+    "--middle-fraction 0.5": "epsilon decays within half of the run",
+    "--end-fraction 0.8": "its end at 80 %",
+    "--num-workers 2": "2 workers",
+    "--target-interval 32": "target copied every 32 iterations",
+}
+PEERS = {  # of the overview: the peer's script, its name
+    "ppo_continuous": ("sb3_ppo", "Stable-Baselines3"),
+    "a2c_atari": ("sb3_a2c", "Stable-Baselines3"),
+    "qmix_smac": ("jaxmarl_qmix", "JaxMARL"),
+}
+PUBLISHED = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
+PEER_LOOK = {"color": "#777777", "linestyle": "-"}
+TITLES = {
+    "ppo_continuous": "PPO",
+    "a2c_atari": "A2C",
+    "a3c_atari": "A3C",
+    "dqn_per_atari": "DQN",
+    "qmix_smac": "QMIX",
 }
 # Okabe, Ito 2008
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #F0E442".split()
@@ -85,37 +117,36 @@ def curves(paths: list[Path], tag: str, most_bins: int = 100) -> tuple[np.ndarra
     return ends, np.array(seeds)
 
 
+def draw_runs(axes, tag: str, runs: pd.DataFrame, results: Path, look: dict) -> None:
+    """Draw the runs of one variant: below three seeds each, from three on their center and band."""
+    steps, values = curves([results / curves_name(row) for row in runs.to_dict("records")], tag)
+    dot = {"marker": ".", "markersize": 4, "markevery": [-1]}
+    if len(values) < 3:
+        axes.plot(steps, values.T, **look, **dot, linewidth=1)
+        return
+    axes.plot(steps, values.T, color=look["color"], linewidth=0.4, alpha=0.5)
+    axes.fill_between(steps, *bootstrap(values), color=look["color"], alpha=0.2, linewidth=0)
+    axes.plot(steps, center(values), **look, **dot, linewidth=1.4)
+
+
 def draw_panel(
     axes, script: str, env_id: str, runs: pd.DataFrame, results: Path, looks: dict
-) -> list[dict]:
-    """Draw an environment's runs, each variant in the look of its setting.
+) -> list[str]:
+    """Draw an environment's runs, each variant in the look of its setting, and published scores.
 
-    Returns the published scores.
+    A score is shown where the panel's longest runs have about as many steps. Returns the sources.
     """
     tag = tag_of(script)
     for variant, rows in runs.groupby("variant"):
-        steps, values = curves([results / curves_name(row) for row in rows.to_dict("records")], tag)
-        look = looks[setting(script, variant)]
-        axes.plot(steps, values.T, color=look["color"], linewidth=0.4, alpha=0.5)
-        if len(values) > 1:
-            axes.fill_between(
-                steps, *bootstrap(values), color=look["color"], alpha=0.2, linewidth=0
-            )
-        axes.plot(
-            steps, center(values), **look, linewidth=1.4, marker=".", markersize=4, markevery=[-1]
-        )
+        draw_runs(axes, tag, rows, results, looks[setting(script, variant)])
+    longest = runs.total_steps.astype(int).max()
     references = read_table(RESULTS / "references.csv")
-    references = references.query("script == @script and env_id == @env_id")
-    references = references.to_dict("records") if tag.endswith("episodic_return") else []
-    highest = axes.dataLim.ymax  # of the curves
-    for reference in references:
-        score = float(reference["score"])
-        if score > 3 * highest > 0:
-            axes.text(
-                0.02, 0.98, f"published: {score:g}", transform=axes.transAxes, va="top", fontsize=7
-            )
-        else:
-            axes.axhline(score, color="black", linewidth=0.8, linestyle="--")
+    references, sources = references.query("script == @script and env_id == @env_id"), []
+    for row in references.to_dict("records") if tag.endswith("episodic_return") else ():
+        if 0.9 < int(row["steps"]) / longest < 1.1:
+            axes.axhline(float(row["score"]), **PUBLISHED)
+            steps = int(row["steps"]) / 1e6
+            sources.append(f"{row['source'].split(' (')[0]}, {steps:g}M steps")
     axes.set_xlim(left=0)
     axes.set_xlabel("environment steps" if "qmix" in script else "agent steps")
     axes.set_ylabel(LABELS[tag])
@@ -123,7 +154,15 @@ def draw_panel(
         axes.set_ylim(0, 1)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.locator_params("x", nbins=4, steps=[1, 2, 5, 10])
-    return references
+    return sources
+
+
+def in_words(flags: str) -> str:
+    """A setting for a legend."""
+    if flags in WORDS:
+        return WORDS[flags]
+    flags = re.sub("--checkpoint-interval \\d+", "", flags)
+    return ", ".join(WORDS.get(flag, flag) for flag in FLAG.findall(flags)) or "default"
 
 
 def draw(script: str, results: Path) -> Figure:
@@ -135,18 +174,17 @@ def draw(script: str, results: Path) -> Figure:
     flags = {name: FLAG.findall(name) for name in settings}
     common = set.intersection(*map(set, flags.values())) if len(flags) > 1 else set()
     own = {name: " ".join(flag for flag in flags[name] if flag not in common) for name in flags}
-    looks = dict(zip(sorted(flags, key=own.get), LOOKS * len(flags)))  # the defaults, "", first
+    plainest_first = sorted(flags, key=lambda name: (own[name].count("--"), own[name]))
+    looks = dict(zip(plainest_first, LOOKS * len(flags)))
 
     panels = list(runs.groupby(["env_id", "longer"]))
     rows = -(-len(panels) // 4)
     across = -(-len(panels) // rows)
-    figure, sources = Figure(layout="constrained"), {}
+    figure, published = Figure(layout="constrained"), {}
     for i, ((env_id, longer), group) in enumerate(panels):
         axes = figure.add_subplot(rows, across, i + 1)
-        for reference in draw_panel(axes, script, env_id, group, results, looks):
-            steps = EngFormatter(sep="")(int(reference["steps"]))
-            name = f"published: {reference['source']}, {steps} steps"
-            sources[name] = Line2D([], [], color="black", linestyle="--")
+        for source in draw_panel(axes, script, env_id, group, results, looks):
+            published[f"published: {source}"] = Line2D([], [], **PUBLISHED)
         axes.set_title(f"{env_id}, longer runs" if longer else env_id)
         axes.set_xlabel("" if i + across < len(panels) else axes.get_xlabel())
         axes.set_ylabel("" if i % across else axes.get_ylabel())
@@ -156,24 +194,39 @@ def draw(script: str, results: Path) -> Figure:
         sizes = runs[runs.setting == name].groupby(["variant", "env_id"]).size()
         counts = " to ".join(dict.fromkeys(map(str, (sizes.min(), sizes.max()))))
         seeds = f"{counts} seed{'s' * (counts != '1')}"
-        legend[f"{own[name] or 'defaults'}: {seeds}"] = Line2D([], [], **look)
-    legend |= sources
+        legend[f"{in_words(own[name])}: {seeds}"] = Line2D([], [], **look)
+    legend |= published
+    common = {flag for flag in common if "--checkpoint-interval" not in flag}
     if common:
-        legend["all runs with " + " ".join(sorted(common))] = Line2D([], [], linestyle="none")
+        words = ", ".join(in_words(flag) for flag in sorted(common))
+        legend[f"all runs: {words}"] = Line2D([], [], linestyle="none")
     figure.legend(list(legend.values()), list(legend), loc="outside lower center")
     figure.set_size_inches(WIDTH, rows * min(0.85 * WIDTH / across, 2) + 0.25 + 0.15 * len(legend))
     return figure
 
 
 def draw_overview(results: Path) -> Figure:
-    """A panel per script: the runs that README's table names, with the published score dashed."""
-    found = front(read_runs(results))
-    figure = Figure(figsize=(10, 2.4), layout="constrained")
-    panels = figure.subplots(1, len(found), squeeze=False)[0]
-    for axes, (script, runs) in zip(panels, found.items()):
-        env_id, variant = runs.iloc[0][["env_id", "variant"]]
-        draw_panel(axes, script, env_id, runs, results, {setting(script, variant): LOOKS[0]})
-        axes.set_title(f"{script}.py\n{env_id}\nseeds: {len(runs)}")
+    """A panel per script: the runs that README's table names, a peer's, the published score."""
+    runs = read_runs(results)
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    for i, (script, ours) in enumerate(front(runs).items()):
+        axes = figure.add_subplot(2, 3, i + 1)
+        env_id, variant = ours.iloc[0][["env_id", "variant"]]
+        peer, name = PEERS.get(script, ("", ""))
+        theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
+        if len(theirs):
+            draw_runs(axes, tag_of(script), theirs, results, PEER_LOOK)
+        looks = {setting(script, variant): LOOKS[0]}
+        sources = draw_panel(axes, script, env_id, ours, results, looks)
+        legend = {f"here ({len(ours)})": LOOKS[0]}
+        legend |= {f"{name} ({len(theirs)})": PEER_LOOK} if len(theirs) else {}
+        legend |= dict.fromkeys(sources, PUBLISHED)
+        handles = [Line2D([], [], **look) for look in legend.values()]
+        axes.legend(handles, list(legend), loc="best", fontsize=6)
+        axes.set_title(f"{TITLES[script]}, {env_id}")
+    words = "In brackets: seeds.\nFewer than three: each seed.\nElse: the mean, from five on the\n"
+    words += "interquartile mean, with a\n95 % bootstrap interval.\nDashed: published."
+    figure.text(0.72, 0.25, words, fontsize=7, va="center")
     return figure
 
 
