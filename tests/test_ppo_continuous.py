@@ -332,17 +332,17 @@ def test_asynchronous_environments_give_the_same_and_overlap(tmp_path):
     env_ids = {"env_id": "Pendulum-v1"}
     runs = [train(ppo, tmp_path / str(i), **SMALL | env_ids, async_envs=i == 1) for i in range(2)]
     assert_same(*[load(path / "model.pt") for path in runs])
-    gym.register("Slow-v0", Counter, kwargs={"sleep": 0.005})
+    gym.register("Slow-v0", Counter, kwargs={"sleep": 0.03})
     seconds = []
     for async_envs in (False, True):
         envs = ppo.Environments(ppo.Args(env_id="Slow-v0", async_envs=async_envs), 8)
         envs.reset(1, None)
         start = time.perf_counter()
-        for _ in range(30):
+        for _ in range(8):
             envs.step(np.zeros((8, 1)))
         seconds.append(time.perf_counter() - start)
         envs.envs.close()
-    assert seconds[0] > 3 * seconds[1], seconds
+    assert seconds[0] > 1.5 * seconds[1], seconds
 
 
 # ----- What users change -----
