@@ -202,8 +202,8 @@ class AtariEnvs:
 
     def reset(self, seed: int, video_folder: Path | None) -> np.ndarray:
         """Reset the environments. Returns observations (N, C, H, W)."""
-        self.seeds = (seed + np.arange(self.num_envs)) % 2**31
-        obs, info = self.envs.reset(seed=self.seeds)
+        self.seed = seed % (2**31 - self.num_envs)  # the others' follow
+        obs, info = self.envs.reset(seed=self.seed)
         self.returns, self.lengths, no_frames = np.zeros((3, self.num_envs))
         self.frames = info.get("episode_frame_number", no_frames)
         self.fire = np.full(self.num_envs, self.fire_action is not None)
@@ -249,7 +249,7 @@ class AtariEnvs:
 
         self.video_folder.mkdir(parents=True, exist_ok=True)
         envs = make_atari(self.args, 1, color=True)
-        frames, _ = envs.reset(seed=self.seeds[:1])
+        frames, _ = envs.reset(seed=self.seed)
         with FFMPEG_VideoWriter(f"{self.video_folder}/episode-0.mp4", (320, 420), fps=15) as video:
             for action in self.video_actions:
                 video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))

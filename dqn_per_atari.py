@@ -642,7 +642,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
 
 
 def speed_up_cpu() -> None:
-    """Flush denormals (Adam's averages of dead units) and keep freed pages."""
+    """Flush denormals (averages of dead units), and keep freed memory, which saves page faults."""
     torch.set_flush_denormal(True)
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc
         for option, size in ((-1, 2**28), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD

@@ -34,7 +34,7 @@ SMALL = {
     "--checkpoint-interval 32 --env-threads 1",
     "a3c_atari": f"{ATARI} --num-workers 1 --num-steps 10 --total-timesteps 250 "
     "--checkpoint-interval 200 --max-episode-length 40",
-    "dqn_per_atari": f"{ATARI} --num-envs 2 --num-steps 4 --updates 1 --batch-size 2 "
+    "dqn_per_atari": f"{ATARI} --num-envs 2 --num-steps 4 --train-frequency 8 --batch-size 2 "
     "--buffer-size 66 --learning-starts 4 --total-timesteps 64 --checkpoint-interval 32 "
     "--eval-epsilon 0.5 --env-threads 1",
     "qmix_smac": "--env-id 3m --num-envs 2 --total-timesteps 400 --checkpoint-interval 200 "

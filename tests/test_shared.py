@@ -21,7 +21,9 @@ import ppo_continuous as ppo
 SMALL = dict(env_id="Pendulum-v1", num_envs=2, num_steps=50, num_minibatches=2, update_epochs=2)
 SMALL |= dict(total_timesteps=1000, checkpoint_interval=330, eval_episodes=1)
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-SHARED = "seed_everything write_file load_checkpoint restore Run parse_args main".split()
+ATARI = ("a2c_atari", "a3c_atari", "dqn_per_atari")
+SHARED = dict.fromkeys("seed_everything write_file load_checkpoint restore Run".split(), SCRIPTS)
+SHARED |= dict(parse_args=SCRIPTS, main=SCRIPTS, AtariEnvs=ATARI, speed_up_cpu=ATARI[::2])
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +41,10 @@ def definitions(script):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", SHARED)
 def test_the_same_text_in_all_scripts(name):
-    texts = {script: definitions(script)[name] for script in SCRIPTS}
-    different = [script for script in SCRIPTS if texts[script] != texts[SCRIPTS[0]]]
-    assert not different, f"{name} of {different} is not that of {SCRIPTS[0]}"
+    texts = {script: definitions(script)[name] for script in SHARED[name]}
+    first = SHARED[name][0]
+    different = [script for script in texts if texts[script] != texts[first]]
+    assert not different, f"{name} of {different} is not that of {first}"
 
 
 # ----- Checkpoints -----
