@@ -470,8 +470,8 @@ def td_lambda_targets(batch: Episode, next_values, gamma, td_lambda) -> Tensor:
     \lambda = 0 is the target of [QMIX], below Eq. (6).
     """
     discounts = gamma * (1 - batch.terminations)
-    continues = torch.cat([batch.filled[2:], torch.zeros_like(batch.filled[:1])])
-    lambdas = td_lambda * continues[..., None].to(discounts.dtype)
+    continues = torch.cat([batch.filled[2:], torch.zeros_like(batch.filled[:1])])[..., None]
+    lambdas = td_lambda * continues.to(discounts)
     targets = batch.rewards + discounts * (1 - lambdas) * next_values
     for t in reversed(range(len(targets) - 1)):
         targets[t] += discounts[t] * lambdas[t] * targets[t + 1]
@@ -523,7 +523,7 @@ def select_actions(agent: Agent, envs: Environments, hidden: Tensor, epsilon=0.0
     """Epsilon-greedy actions (N, n), and the next hidden states (N, n, H)."""
     arrays = (envs.obs, envs.last_actions, envs.avail_actions)
     obs, last_actions, avail_actions = (torch.from_numpy(x).to(hidden.device) for x in arrays)
-    filled = torch.ones(1, len(obs), dtype=torch.bool, device=hidden.device)
+    filled = torch.ones(1, len(obs), dtype=torch.bool)
     agent_qs, hidden = agent(obs[None], last_actions[None], filled, hidden)
     actions = agent_qs[0].masked_fill(~avail_actions, -math.inf).argmax(dim=-1)
     if epsilon > 0:
@@ -614,7 +614,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 
         # Update on minibatches of whole episodes
         while num_updates < updates_due(replay.added, args):
-            batch = Episode(*(tensor.to(device) for tensor in replay.sample(args.batch_size)))
+            batch = replay.sample(args.batch_size)
+            filled = batch.filled  # stays on the CPU, which splits by it
+            batch = Episode(*(tensor.to(device) for tensor in batch))._replace(filled=filled)
             metrics = update(networks, target_networks, optimizer, batch, args)
             if not metrics["grad_norm"].isfinite():
                 raise FloatingPointError(f"the gradient is not finite at step {global_step}")

@@ -443,7 +443,7 @@ def test_every_environment_plays_its_quota_and_memory_starts_empty(games, monkey
 
     def spy(agent, envs, hidden, *rest):
         first = (envs.last_actions == -1).all(axis=1)
-        assert not agent.training
+        assert not agent.training and not rest
         assert ((hidden == 0).all(dim=-1).all(dim=-1).numpy() == first).all()
         return select_actions(agent, envs, hidden, *rest)
 
@@ -459,6 +459,27 @@ def test_every_environment_plays_its_quota_and_memory_starts_empty(games, monkey
             expected.append(game.length in (3, 4))
             game.reset()
     assert sorted(wins) == sorted(expected)
+
+
+@pytest.mark.quick
+def test_tests_that_do_not_end_are_cut_off_and_diverged_runs_stopped(monkeypatch, tmp_path, capsys):
+    class Endless(Game):
+        def step(self, actions):
+            self.length = 10**6
+            return super().step(actions)
+
+    class Diverging(Game):
+        payoffs = np.full((3, 3), np.inf)
+
+    monkeypatch.setattr(q, "make_envs", lambda args, n: make_games(args, n, Endless))
+    monkeypatch.setattr(q, "EVAL_STEPS", 5)
+    envs = Environments(Args(), 2)
+    envs.reset(1)
+    assert q.play(q.Networks(Args(), envs.shape).agent, envs, 3) == ([], [])
+    assert "cut off" in capsys.readouterr().out
+    monkeypatch.setattr(q, "make_envs", lambda args, n: make_games(args, n, Diverging))
+    with pytest.raises(FloatingPointError):
+        train(q, tmp_path, **SMALL)
 
 
 # Training
@@ -542,6 +563,21 @@ def test_the_log_says_what_happened(games, monkeypatch, tmp_path):
     rates = points["charts/learning_rate"]
     assert rates[702] == pytest.approx(5e-4 * 3 / 702)
     assert {"losses/td_loss", "losses/grad_norm", "charts/battle_won"} <= points.keys()
+
+
+def test_no_two_resets_have_the_same_seed(games, monkeypatch, tmp_path):
+    """In training, tests and evaluations of two runs."""
+    seeds, reset = [], Environments.reset
+
+    def spy(self, seed, *rest):
+        seeds.append(seed)
+        reset(self, seed, *rest)
+
+    monkeypatch.setattr(Environments, "reset", spy)
+    for seed in (1, 2):
+        train(q, tmp_path / str(seed), **SMALL | dict(seed=seed, total_timesteps=420))
+    assert len(seeds) == 2 * (3 + 3 + 1) and len(set(seeds)) == len(seeds), seeds
+    assert len({x // 100 for x in seeds}) == len(seeds) and 0 <= min(seeds) and max(seeds) < 2**31
 
 
 def interrupt(monkeypatch, folder, step, **flags):
