@@ -31,8 +31,8 @@ agents' own greedy actions. Acting needs no mixer.
     \theta   networks                    agent and mixer; \theta^- is target_networks
 
 Differences from the paper and from PyMARL, its implementation (reasons: docs/qmix_smac.md):
-  * 8 environments, epsilon annealed over 100,000 steps, an annealed learning rate, 1M steps. PyMARL:
-    `--num-envs 1 --epsilon-anneal-time 50000 --no-anneal-lr --total-timesteps 2050000`.
+  * 8 environments, epsilon annealed over 100,000 steps, an annealed learning rate, 1M steps. For
+    PyMARL: `--num-envs 1 --epsilon-anneal-time 50000 --no-anneal-lr --total-timesteps 2050000`.
   * As in PyMARL, hypernetworks have two layers, Eq. (6) is a mean, and truncation is treated as
     termination (PyMARL bootstraps if the environment reports the time limit).
   * Updates happen in the middle of other environments' episodes, so hidden states come from several
