@@ -517,6 +517,41 @@ def test_target_kl_stops_the_update(tmp_path, monkeypatch):
     assert len(calls) == 5 * 2  # one epoch of two minibatches in each of five iterations
 
 
+@pytest.mark.parametrize("name, epochs", [("approx_kl", 1), ("old_approx_kl", 2)])
+def test_target_kl_takes_the_estimate_that_is_never_negative(tmp_path, monkeypatch, name, epochs):
+    calls, update = [], ppo.update
+    large = {"approx_kl": torch.tensor(0.0), "old_approx_kl": torch.tensor(0.0)}
+    large[name] = torch.tensor(1.0)
+    monkeypatch.setattr(ppo, "update", lambda *a: calls.append(1) or update(*a) | large)
+    train(ppo, tmp_path / "run", **SMALL | dict(target_kl=0.5, total_timesteps=256))
+    assert len(calls) == 2 * epochs * 2  # iterations, epochs, minibatches
+
+
+def test_logged_losses_are_means_of_the_last_epoch(tmp_path, monkeypatch):
+    calls, batches, update, compute_gae = [], [], ppo.update, ppo.compute_gae
+
+    def recorded_update(*inputs):
+        calls.append(update(*inputs))
+        return calls[-1]
+
+    def recorded_gae(rewards, values, *rest):
+        batches.append((compute_gae(rewards, values, *rest), values))
+        return batches[-1][0]
+
+    monkeypatch.setattr(ppo, "update", recorded_update)
+    monkeypatch.setattr(ppo, "compute_gae", recorded_gae)
+    log = logged(train(ppo, tmp_path / "run", **SMALL | dict(total_timesteps=256)))
+    for i, step in enumerate((128, 256)):
+        last_epoch = calls[4 * i + 2 : 4 * i + 4]
+        expected = {name: sum(float(m[name]) for m in last_epoch) / 2 for name in last_epoch[0]}
+        advantages, values = (x.double() for x in batches[i])
+        explained = 1 - advantages.var() / (advantages + values).var()
+        expected["explained_variance"] = explained.item()
+        for name, value in expected.items():
+            got = log[f"losses/{name}"][step]
+            assert got == pytest.approx(value, rel=1e-4, abs=1e-6), (name, step)
+
+
 def test_training_that_diverges_stops_before_the_next_checkpoint(tmp_path, monkeypatch):
     loss = ppo.ppo_loss
     monkeypatch.setattr(ppo, "ppo_loss", lambda *a: (loss(*a)[0] * np.nan, loss(*a)[1]))
