@@ -1,0 +1,314 @@
+"""variants/: every patch applies and compiles; PPO's are trained, resumed, evaluated and checked.
+
+The equations of dqn_per_atari's variants are checked in test_variants_dqn.py.
+"""
+
+import copy
+import importlib.util
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, assert_same, load, logged, resume, train
+from torch import nn
+from torch.distributions import Normal, TransformedDistribution
+from torch.distributions.transforms import TanhTransform
+
+PATCHES = sorted(ROOT.glob("variants/*/*.patch"))
+quick = pytest.mark.quick
+
+# Short runs, with flags of the variant. Checkpoints do not fall on multiples of the batch
+SMALL = dict(env_id="Pendulum-v1", num_envs=2, num_steps=64, num_minibatches=2, update_epochs=2)
+SMALL |= dict(total_timesteps=640, checkpoint_interval=300, eval_episodes=2, seed=3)
+PPO = {
+    "discrete": dict(env_id="CartPole-v1"),
+    "kl_penalty": dict(target_kl=1e-4),
+    "lstm": dict(sequence_length=16, num_observed=2),
+    "rnd": dict(),
+    "rpo": dict(),
+    "state_std": dict(ent_coef=0.01),
+}
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory):
+    """patched(script, name): the patched script as a module."""
+    modules = {}
+
+    def make(script, name):
+        if (script, name) not in modules:
+            folder = tmp_path_factory.mktemp(name)
+            shutil.copy(ROOT / f"{script}.py", folder)
+            patch = ROOT / "variants" / script / f"{name}.patch"
+            subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
+            path = folder / f"{script}.py"
+            spec = importlib.util.spec_from_file_location(f"{script}_{name}", path)
+            modules[script, name] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(modules[script, name])
+        return modules[script, name]
+
+    return make
+
+
+# ----- Every script's variants -----
+
+
+@quick
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_applies(patch, tmp_path):
+    script = f"{patch.parent.name}.py"
+    shutil.copy(ROOT / script, tmp_path)
+    process = subprocess.run(
+        ["git", "apply", str(patch)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr + "try: python tools/variants.py rebase"
+    assert (tmp_path / script).read_text() != (ROOT / script).read_text()
+    words = [sys.executable, "-m", "ruff", "check", "--select", "F,E501", "--line-length", "100"]
+    process = subprocess.run([*words, script], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout
+
+
+@quick
+def test_rebase_merges_a_changed_script(tmp_path):
+    """A line of the patch's context changes: the patch is re-created."""
+    for name in ("tools", "variants"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for path in tmp_path.glob("variants/*/*.patch"):
+        if path.stem != "rpo":
+            path.unlink()
+    script = tmp_path / "ppo_continuous.py"
+    shutil.copy(ROOT / script.name, script)
+
+    def git(*words):
+        identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def variants(action):
+        words = [sys.executable, "tools/variants.py", action]
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+
+    git("init", "-q")
+    git("add", "ppo_continuous.py")
+    git("commit", "-qm", "base")
+    assert variants("check").returncode == 0
+    line, changed = "    anneal_lr: bool = True", "    anneal_lr: bool = False"
+    script.write_text(script.read_text().replace(line, changed))
+    assert "does not apply" in variants("check").stdout
+    assert "rebased" in variants("rebase").stdout
+    assert variants("check").returncode == 0
+    git("apply", "variants/ppo_continuous/rpo.patch")
+    assert "rpo_alpha" in script.read_text() and changed in script.read_text()
+
+
+# ----- ppo_continuous -----
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_ppo_trains_resumes_evaluates(patched, tmp_path, name, capsys):
+    module = patched("ppo_continuous", name)
+    flags = SMALL | PPO[name]
+    whole = train(module, tmp_path / "whole", **flags)
+    first, last = sorted(whole.glob("checkpoint_*.pt"))
+    assert not np.isnan(list(logged(whole)["losses/policy_loss"].values())).any()
+
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    shutil.copy(first, killed)
+    again = resume(module, killed, tmp_path / "again")
+    assert_same(load(last), load(again / last.name))
+
+    model = module.load_checkpoint(whole / "model.pt")
+    capsys.readouterr()
+    returns = module.evaluate(module.Args(**model["args"]), model, whole)
+    assert len(returns) == 2 and f"{np.mean(returns):.2f}" in capsys.readouterr().out
+    assert returns == module.evaluate(module.Args(**model["args"]), model, whole)
+
+
+def test_discrete_learns_cartpole(patched, tmp_path):
+    flags = dict(num_envs=4, num_steps=128, num_minibatches=4, learning_rate=1e-3)
+    flags |= dict(total_timesteps=60_000, update_epochs=10, checkpoint_interval=60_000)
+    folder = train(patched("ppo_continuous", "discrete"), tmp_path / "run", **flags)
+    (score,) = logged(folder)["eval/episodic_return"].values()
+    assert score >= 475
+
+
+@quick
+def test_discrete_policy_is_a_softmax(patched):
+    agent = patched("ppo_continuous", "discrete").Agent(3, 4)
+    obs, actions = torch.randn(5, 3), torch.tensor([0, 1, 2, 3, 0])
+    logits = 100 * agent.actor(obs)
+    agent.actor = nn.Sequential(nn.Identity())
+    policy, p = agent.policy(logits), logits.softmax(-1)
+    torch.testing.assert_close(policy.log_prob(actions), p[torch.arange(5), actions].log())
+    torch.testing.assert_close(policy.entropy(), -(p * p.log()).sum(-1))
+    torch.testing.assert_close(policy.mode, logits.argmax(-1))
+
+
+@quick
+def test_rpo_perturbs_the_mean_only_in_the_loss(patched):
+    module = patched("ppo_continuous", "rpo")
+    args, agent, obs = module.Args(rpo_alpha=0.3), module.Agent(3, 2), torch.randn(4000, 3)
+    mean = agent.actor(obs)
+    torch.testing.assert_close(agent.policy(obs).mean, mean)  # acting, evaluation
+    z = (agent.policy(obs, 0.3).mean - mean).detach()
+    assert z.abs().max() <= 0.3001 and abs(z.mean()) < 0.02
+    assert abs(z.std() - 0.3 / 3**0.5) < 0.01  # of a uniform distribution
+    assert abs(torch.corrcoef(z.T)[0, 1]) < 0.1  # components are independent
+
+    actions = agent.policy(obs).sample()
+    old_logprobs = agent.policy(obs).log_prob(actions).detach()
+    zeros = torch.zeros(4000)
+    minibatch = [obs, actions, old_logprobs, zeros, torch.randn(4000), zeros]
+    torch.manual_seed(5)
+    _, metrics = module.ppo_loss(agent, minibatch, args)
+    torch.manual_seed(5)
+    z = 0.3 * (2 * torch.rand(4000, 2) - 1)
+    logprobs = Normal(mean + z, agent.log_std.exp()).log_prob(actions).sum(-1)
+    torch.testing.assert_close(metrics["old_approx_kl"], (old_logprobs - logprobs).mean().detach())
+
+
+@quick
+def test_kl_penalty_rule_and_loss(patched):
+    module = patched("ppo_continuous", "kl_penalty")
+    for kl, beta in ((0.009, 2), (0.0101, 4), (0.0224, 4), (0.0226, 8), (0.015, 4)):
+        new = module.adapt_kl_coef(torch.tensor(4.0), torch.tensor(kl), 0.015)
+        assert new == beta, (kl, new)
+
+    agent, args = module.Agent(3, 2).double(), module.Args(norm_adv=False, vf_coef=0.0)
+    agent.kl_coef.fill_(0.7)
+    obs, actions, means = (torch.randn(50, n, dtype=torch.double) for n in (3, 2, 2))
+    stds, advantages = 0.5 + torch.rand(50, 2, dtype=torch.double), torch.randn(50).double()
+    old_logprobs, zeros = Normal(means, stds).log_prob(actions).sum(-1), torch.zeros(50)
+    minibatch = [obs, actions, old_logprobs, means, stds, zeros, advantages, zeros]
+    loss, _ = module.ppo_loss(agent, minibatch, args)
+    mean, std = agent.actor(obs), agent.log_std.exp()
+    ratio = (Normal(mean, std).log_prob(actions).sum(-1) - old_logprobs).exp()
+    kl = (std / stds).log() + (stds**2 + (means - mean) ** 2) / (2 * std**2) - 0.5
+    torch.testing.assert_close(loss, 0.7 * kl.sum(-1).mean() - (ratio * advantages).mean())
+
+
+def test_kl_coefficient_adapts_in_training(patched, tmp_path):
+    module, flags = patched("ppo_continuous", "kl_penalty"), SMALL | PPO["kl_penalty"]
+    scalars = logged(train(module, tmp_path / "run", **flags))
+    beta = 1.0
+    for kl, new in zip(scalars["losses/kl"].values(), scalars["losses/kl_coef"].values()):
+        beta *= 2 if kl > 1.5e-4 else 0.5 if kl < 1e-4 / 1.5 else 1
+        assert new == beta
+    assert load(tmp_path / "run" / "model.pt")["agent"]["kl_coef"] == beta != 1
+
+
+@quick
+def test_lstm_unrolled_equals_step_by_step(patched):
+    agent = patched("ppo_continuous", "lstm").Agent(3, 2)
+    obs, starts, states = torch.randn(4, 7, 3), torch.rand(4, 7) < 0.3, torch.randn(4, 2, 64)
+    assert starts.any() and not starts.all()
+    policy, values = agent.unroll(obs, starts, states)
+    for b in range(4):
+        agent.state = tuple(states[b, :, None])
+        for t in range(7):
+            if starts[b, t]:
+                agent.state = None
+            mean = agent.policy(obs[b, t : t + 1]).mean
+            torch.testing.assert_close(policy.mean[b, t], mean[0])
+            torch.testing.assert_close(values[b, t], agent.critic(agent.state[0])[0, 0])
+
+
+@quick
+def test_lstm_cuts_sequences(patched):
+    module, x = patched("ppo_continuous", "lstm"), torch.arange(24).view(6, 2, 2)
+    cut = module.cut(x, 3)
+    expected = [x[t : t + 3, n] for t in (0, 3) for n in (0, 1)]
+    torch.testing.assert_close(cut, torch.stack(expected))
+
+
+def test_lstm_update_sees_what_acting_saw(patched, tmp_path, monkeypatch):
+    """The ratios of the first minibatch are 1: states, episode starts and sequences agree."""
+    module, ratios, started = patched("ppo_continuous", "lstm"), [], 0
+    ppo_loss = module.ppo_loss
+
+    def recorded(agent, minibatch, args):
+        nonlocal started
+        loss, metrics = ppo_loss(agent, minibatch, args)
+        started += minibatch[1][:, 1:].sum()  # episodes that start inside of a sequence
+        ratios.append(metrics["approx_kl"])
+        return loss, metrics
+
+    monkeypatch.setattr(module, "ppo_loss", recorded)
+    flags = SMALL | PPO["lstm"] | dict(num_steps=224, sequence_length=32, learning_rate=0.0)
+    flags |= dict(checkpoint_interval=1000, total_timesteps=896)
+    train(module, tmp_path / "run", **flags)
+    assert started > 0 and max(abs(x) for x in ratios) < 1e-6
+
+
+@quick
+def test_state_std_is_a_change_of_variables(patched):
+    agent = patched("ppo_continuous", "state_std").Agent(3, 2, -0.5).double()
+    obs = torch.randn(40, 3, dtype=torch.double)
+    mean, log_std = agent.actor(obs).chunk(2, -1)
+    assert log_std.std(0).min() > 0 and abs(log_std.mean() + 0.5) < 0.05
+    policy = agent.policy(obs)
+    u = policy.sample()
+    squashed = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform())
+    torch.testing.assert_close(policy.log_prob(u), squashed.log_prob(u.tanh()).sum(-1))
+    assert policy.log_prob(torch.full((40, 2), 50.0)).isfinite().all()
+
+    samples = agent.policy(obs[:1].expand(200_000, 3))
+    grid = torch.linspace(-1, 1, 4003, dtype=torch.double)[1:-1, None]
+    density = TransformedDistribution(Normal(mean[0], log_std[0].exp()), TanhTransform()).log_prob(
+        grid
+    )
+    entropy = -(density.exp() * density).sum() * (grid[1] - grid[0])
+    assert abs(samples.entropy().mean() - entropy) < 0.02
+
+
+@quick
+def test_state_std_scales_actions(patched):
+    module = patched("ppo_continuous", "state_std")
+    envs, executed = module.Environments(module.Args(env_id="Pendulum-v1"), 3), []
+    envs.reset(1, None)
+    step = envs.envs.step
+    envs.envs.step = lambda actions: executed.append(actions) or step(actions)
+    envs.step(np.array([[-9.0], [0.5], [9.0]], np.float32))
+    np.testing.assert_allclose(executed[0], [[-2], [2 * np.tanh(0.5)], [2]], atol=1e-5)
+
+
+def test_rnd_rewards_and_target(patched, tmp_path, monkeypatch):
+    """Two iterations: the target is fixed, the predictor learns; rewards and returns by loops."""
+    module, calls = patched("ppo_continuous", "rnd"), []
+    gae, error = module.compute_gae, module.Agent.prediction_error
+
+    def recorded_error(agent, next_obs):
+        result = error(agent, next_obs)
+        if next_obs.dim() == 3:
+            x = next_obs.clip(-5, 5)
+            plain = ((agent.predictor(x) - agent.target(x)) ** 2).sum(-1)
+            torch.testing.assert_close(result, plain)
+            calls.append(SimpleNamespace(raw=result, agent=copy.deepcopy(agent)))
+        return result
+
+    def recorded_gae(*inputs):
+        result = gae(*inputs)
+        if inputs[-2] == 0.9:  # the intrinsic one
+            calls[-1].inputs = inputs
+        return result
+
+    monkeypatch.setattr(module.Agent, "prediction_error", recorded_error)
+    monkeypatch.setattr(module, "compute_gae", recorded_gae)
+    flags = SMALL | dict(int_gamma=0.9, num_steps=300, total_timesteps=1200)
+    train(module, tmp_path / "run", **flags | dict(checkpoint_interval=1200))
+    discounted, seen = np.zeros(2), []
+    for call in calls:
+        rewards, values, next_values, terminations, truncations, *_ = call.inputs
+        for t in range(300):
+            discounted = 0.9 * discounted + call.raw[t].numpy()
+            seen.append(discounted)
+        torch.testing.assert_close(rewards, call.raw / float(np.std(seen)), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(next_values[:-1], values[1:])
+        assert not terminations.any() and not truncations.any()
+    first, second = (call.agent for call in calls)
+    assert_same(dict(first.target.state_dict()), dict(second.target.state_dict()))
+    assert not torch.equal(first.predictor[0].weight, second.predictor[0].weight)
