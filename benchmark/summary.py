@@ -10,14 +10,17 @@ from plot import center
 from tables import interval, newest_rounds, number, spread
 
 NAMES = {
-    "ppo_continuous": ("PPO, Gaussian policy", "[2017](https://arxiv.org/abs/1707.06347)"),
-    "a2c_atari": ("A2C", "[2016](https://arxiv.org/abs/1602.01783)"),
-    "a3c_atari": ("A3C with an LSTM", "[2016](https://arxiv.org/abs/1602.01783)"),
+    "ppo_continuous": (
+        "PPO, Gaussian policy",
+        "[Schulman et al. 2017](https://arxiv.org/abs/1707.06347)",
+    ),
+    "a2c_atari": ("A2C", "[Mnih et al. 2016](https://arxiv.org/abs/1602.01783)"),
+    "a3c_atari": ("A3C with an LSTM", "[Mnih et al. 2016](https://arxiv.org/abs/1602.01783)"),
     "dqn_per_atari": (
         "double dueling DQN with prioritized replay",
-        "[2016](https://arxiv.org/abs/1511.05952)",
+        "[Schaul et al. 2016](https://arxiv.org/abs/1511.05952)",
     ),
-    "qmix_smac": ("QMIX; also VDN, IQL", "[2018](https://arxiv.org/abs/1803.11485)"),
+    "qmix_smac": ("QMIX; also VDN, IQL", "[Rashid et al. 2018](https://arxiv.org/abs/1803.11485)"),
 }
 PEERS = {
     "ppo_continuous": ("sb3_ppo", "Stable-Baselines3"),
