@@ -1,0 +1,260 @@
+"""variants/a2c_atari and variants/a3c_atari: equations, short runs, exact resume, evaluation."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, assert_same, load, run, train
+from torch import nn
+from vectors_reader import cases, check
+
+import a2c_atari
+
+# Rollouts of 20 steps, with checkpoints at 0, 80 and 120
+SMALL = dict(num_envs=4, num_steps=5, total_timesteps=120, checkpoint_interval=70, conv3_filters=4)
+SMALL |= dict(eval_episodes=2, env_threads=1, torch_threads=1, cuda=False, log_interval=1)
+MIDDLE = "checkpoint_000000000080.pt"
+CLOSE = dict(rtol=1e-3, atol=1e-5)
+# The first observation shows which action the third step rewards
+RECALL = """
+import gymnasium as gym
+class Recall(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue, self.t = int(self.np_random.integers(2)), 0
+        return [2 * self.cue - 1, 0], {}
+    def step(self, action):
+        self.t += 1
+        return [0, self.t == 2], 2.0 * (self.t == 3) * (action == self.cue), self.t == 3, False, {}
+gym.register("Recall-v0", Recall)
+"""
+# Rank 1 begins with other parameters than rank 0. Each rank writes its last ones
+RANKS = """
+import os, sys, torch, a2c_atari as a2c
+rank, agents, Agent = os.environ["RANK"], [], a2c.Agent
+def make_agent(*args):
+    agents.append(Agent(*args))
+    if rank == "1":
+        torch.nn.init.ones_(agents[0].value_head.weight)
+    return agents[-1]
+a2c.Agent = make_agent
+a2c.main()
+torch.save(agents[0].state_dict(), f"rank{rank}.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """The patched scripts, by variant."""
+    paths = {}
+    for patch in sorted(ROOT.glob("variants/a[23]c_atari/*.patch")):
+        folder = tmp_path_factory.mktemp(patch.stem)
+        paths[patch.stem] = shutil.copy(ROOT / f"{patch.parent.name}.py", folder)
+        subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
+    return paths
+
+
+@pytest.fixture
+def variant(scripts):
+    """variant(name): the patched script as a module; games are cut off after some frames."""
+
+    def make(name, frames=60):
+        spec = importlib.util.spec_from_file_location(f"variant_{name}", scripts[name])
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if hasattr(module, "AtariVectorEnv"):
+            make_envs, limit = module.AtariVectorEnv, {"max_num_frames_per_episode": frames}
+            module.AtariVectorEnv = lambda **options: make_envs(**options | limit)
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["ppo", "lstm", "torchrun"])
+def test_run_resume_evaluate(variant, tmp_path, name):
+    module, whole, killed = variant(name), tmp_path / "whole", tmp_path / "killed"
+    train(module, whole, **SMALL)
+    killed.mkdir()
+    shutil.copy(whole / MIDDLE, killed)
+    module.train(module.Args(**SMALL), killed, module.load_checkpoint(killed))
+    assert_same(load(killed / "model.pt"), load(whole / "model.pt"))
+    model = module.load_checkpoint(whole / "model.pt")
+    returns = module.evaluate(module.Args(**model["args"]), model, whole)
+    assert returns == json.loads((whole / "result.json").read_text())["episodic_return"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_ppo_loss_and_gradient(variant, precision):
+    module, dtype = variant("ppo"), getattr(torch, precision)
+    for case in cases("ppo", "ppo_loss"):
+        inputs = {name: torch.tensor(x) for name, x in case["inputs"].items()}
+        flags = {name: x.item() for name, x in inputs.items() if x.dim() == 0}
+        args = SimpleNamespace(bf16=False, **flags)
+        given = ("old_logprobs", "old_values", "advantages", "returns")
+        given = [inputs[name].to(dtype) for name in given]
+        ones = torch.ones_like(given[0])
+        for mask in (torch.arange(len(ones)) % 3, ones):  # 0 where FIRE was pressed
+            trained = [inputs[name] for name in ("logprobs", "entropy", "values")]
+            trained = [x.to(dtype, copy=True).requires_grad_() for x in trained]
+            policy = MagicMock()
+            policy.log_prob.return_value, policy.entropy.return_value = trained[:2]
+            agent = MagicMock(return_value=(policy, trained[2]))
+            loss, metrics = module.ppo_loss(agent, [torch.ones(1), None, mask, *given], args)
+            loss.backward()
+            check(case, "grad_values", trained[2].grad, precision)
+            gradient = mask * torch.tensor(case["outputs"]["grad_logprobs"])
+            torch.testing.assert_close(trained[0].grad, gradient.to(dtype))
+        check(case, "loss", loss.detach(), precision)
+        check(case, "grad_entropy", trained[1].grad, precision)
+        for name in ("policy_loss", "value_loss", "old_approx_kl", "approx_kl", "clipfrac"):
+            check(case, name, metrics[name], precision)
+
+
+def test_ppo_takes_each_step_once_in_every_epoch_and_begins_as_a2c(variant, tmp_path):
+    """At first the ratio is one, and the gradient of the unclipped loss that of A2C's."""
+    module, minibatches = variant("ppo"), []
+    update, a2c_args = module.update, a2c_atari.Args(vf_coef=0.25)
+
+    def record(agent, optimizer, minibatch, args):
+        if len(minibatches) % 6 == 0:
+            obs, actions, mask, _, old_values, advantages, returns = minibatch
+            policy, values = agent(obs)
+            rollout = (policy.log_prob(actions), values, policy.entropy(), returns, mask)
+            ppo_args = module.Args(clip_vloss=False, norm_adv=False)
+            loss, metrics = module.ppo_loss(agent, minibatch, ppo_args)
+            assert metrics["approx_kl"].abs() < 1e-6
+            torch.testing.assert_close(advantages, returns - old_values)
+            losses = (loss, a2c_atari.a2c_loss(*rollout, a2c_args)[0])
+            gradients = [torch.autograd.grad(x, [*agent.parameters()]) for x in losses]
+            torch.testing.assert_close(*gradients, **CLOSE)
+        minibatches.append(minibatch)
+        return update(agent, optimizer, minibatch, args)
+
+    module.update = record
+    train(module, tmp_path, **SMALL, update_epochs=2, num_minibatches=3)
+    assert len(minibatches) == 120 // 20 * 2 * 3
+    for k in range(0, len(minibatches), 6):
+        epochs = [[torch.cat(x) for x in zip(*minibatches[i : i + 3])] for i in (k, k + 3)]
+        assert not epochs[0][0].equal(epochs[1][0])  # in another order
+        rows = [[x[0].sum((1, 2, 3)), *x[1:]] for x in epochs]
+        assert_same(*(sorted(torch.stack(x, 1).tolist()) for x in rows))
+        assert len(rows[0][0]) == 20
+
+
+def test_lstm_unrolls_each_episode(variant, tmp_path):
+    """Values, bootstraps and gradients are those of nn.LSTM, unrolled from an episode's start."""
+    module, lstm, starts, steps, rollouts = variant("lstm"), nn.LSTM(512, 256), [], [], []
+    update = module.update
+
+    def unroll(agent, frames):
+        hidden = agent.linear(agent.convolutions(torch.tensor(np.stack(frames)).float() / 255))
+        lstm._parameters = dict(zip(lstm._parameters, agent.lstm.parameters()))
+        return agent.value_head(lstm(hidden)[0]).squeeze(-1)
+
+    class Recorded(module.AtariEnvs):
+        def reset(self, *args):
+            starts.append(super().reset(*args))
+            return starts[-1]
+
+        def step(self, actions):
+            steps.append((super().step(actions), self.episodes))
+            return steps[-1][0]
+
+    def record_update(agent, optimizer, rollout, args):
+        if not rollouts:
+            frames, weights = [starts[0], *(x[0] for x, _ in steps[:4])], [*agent.lstm.parameters()]
+            total = sum(unroll(agent, [x[n] for x in frames]).sum() for n in range(4))
+            actual = torch.autograd.grad(rollout[1].sum(), weights, retain_graph=True)
+            torch.testing.assert_close(actual, torch.autograd.grad(total, weights), **CLOSE)
+        rollouts.append((agent, rollout))
+        return update(agent, optimizer, rollout, args)
+
+    module.AtariEnvs, module.update, module.evaluate = Recorded, record_update, lambda *_: [0.0]
+    train(module, tmp_path, **SMALL | dict(learning_rate=0.0, checkpoint_interval=200))
+    values, returns = [torch.cat([x[i].detach() for _, x in rollouts]) for i in (1, 3)]
+    for n in range(4):
+        frames = [starts[0][n]]
+        for t, ((obs, next_obs, rewards, terminations, *_), episodes) in enumerate(steps):
+            V, bootstrap = unroll(rollouts[0][0], [*frames, next_obs[n]])[-2:]
+            torch.testing.assert_close(values[t, n], V, **CLOSE)
+            if not terminations[n] and (n in episodes or t % 5 == 4):
+                expected = rewards[n] + 0.99 * bootstrap
+                torch.testing.assert_close(returns[t, n], expected, **CLOSE)
+            frames = [obs[n]] if n in episodes else [*frames, obs[n]]
+    assert sum(len(episodes) for _, episodes in steps) >= 4 and values.std() > 1e-3
+
+
+def test_two_ranks_are_one_process(variant, scripts, tmp_path):
+    """Up to rounding, and from the parameters of rank 0; resuming is exact."""
+    shutil.copy(scripts["torchrun"], tmp_path)
+    (tmp_path / "ranks.py").write_text(RANKS)
+    flags = SMALL | dict(max_grad_norm=0.01, learning_rate=0.1)
+    words = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 ranks.py"
+    words = [*words.split(), "--no-cuda"]
+    words += [f"--{k.replace('_', '-')}={x}" for k, x in flags.items() if k != "cuda"]
+    options = dict(cwd=tmp_path, capture_output=True, text=True)
+    process = subprocess.run([*words, "--run-folder=two"], **options)
+    assert process.returncode == 0, process.stderr
+    two, killed = tmp_path / "two", tmp_path / "killed"
+    assert process.stdout.count("evaluation: ") == 1 and len(list(two.glob("*tfevents*"))) == 1
+    ranks = [dict(torch.load(tmp_path / f"rank{rank}.pt")) for rank in (0, 1)]
+    assert_same(ranks[1], ranks[0])
+
+    modules = (variant("torchrun", frames=108_000), a2c_atari)
+    folders = [train(module, tmp_path / module.__name__, **flags) for module in modules]
+    one, plain = [load(folder / "model.pt")["agent"] for folder in folders]
+    assert_same(one, plain)
+    torch.testing.assert_close(ranks[0], dict(one), rtol=0, atol=1e-6)
+    start = load(two / MIDDLE)["agent"]
+    assert max((x - start[name]).abs().max() for name, x in one.items()) > 1e-5
+
+    killed.mkdir()
+    shutil.copy(two / MIDDLE, killed)
+    subprocess.run([*words, "--run-folder=killed"], **options)
+    assert_same(load(killed / "model.pt"), load(two / "model.pt"))
+    refused = subprocess.run([*words, "--run-folder=third", "--num-envs=3"], **options)
+    assert "3 environments cannot be divided" in refused.stderr
+    assert refused.returncode and not (tmp_path / "third").exists()
+
+
+def test_own_environment_is_learned(scripts, tmp_path):
+    """The optimum of a game that needs memory, exact resume, evaluation."""
+    script, killed = shutil.copy(scripts["own_environment"], tmp_path), tmp_path / "killed"
+    (tmp_path / "recall.py").write_text(RECALL)
+    flags = "--env-id recall:Recall-v0 --num-workers 1 --total-timesteps 1800 --run-folder whole "
+    flags += "--eval-episodes 20 --checkpoint-interval 1000 --learning-rate 3e-3"
+    run(script, *flags.split(), cwd=tmp_path)
+    result = json.loads((tmp_path / "whole" / "result.json").read_text())
+    assert result["episodic_return"] == [2.0] * 20
+    killed.mkdir()
+    shutil.copy(*tmp_path.glob("whole/checkpoint_*1002.pt"), killed)
+    run(script, "--run-folder", "killed", cwd=tmp_path)
+    assert_same(load(killed / "model.pt"), load(tmp_path / "whole" / "model.pt"))
+    output = run(script, "--evaluate", "whole", cwd=tmp_path).stdout
+    assert "evaluation: 2.00 +- 0.00, 20 episodes" in output
+
+
+@pytest.mark.quick
+def test_transitions_of_an_own_environment(variant):
+    module = variant("own_environment")
+    envs, plain = module.AtariEnvs(module.Args(), 2), module.gym.make("CartPole-v1")
+    obs, expected, length = envs.reset(7, None), plain.reset(seed=8)[0], 0
+    for _ in range(60):
+        np.testing.assert_array_equal(obs[1], expected)
+        obs, next_obs, rewards, terminations, _, _ = envs.step(np.array([0, 1]))
+        expected, reward, terminated, _, _ = plain.step(1)
+        length += 1
+        np.testing.assert_array_equal(next_obs[1], expected)
+        assert (rewards[1], terminations[1]) == (reward, terminated)
+        assert envs.episodes.get(1) == ((length, length) if terminated else None)
+        if terminated:
+            expected, length = plain.reset()[0], 0
