@@ -717,15 +717,13 @@ class Run:
         if args.track:
             import wandb
 
-            wandb.init(
-                project=args.wandb_project_name,
-                entity=args.wandb_entity,
-                id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:],
-                resume="allow",
-                config=asdict(args),
-                allow_val_change=True,
-                sync_tensorboard=True,
-            )
+            options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            options |= {"config": asdict(args), "allow_val_change": True}
+            options |= {"resume": "allow", "sync_tensorboard": True}
+            try:
+                wandb.init(**options, id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:])
+            except wandb.errors.CommError:  # for example, that run was deleted
+                wandb.init(**options)
         # TensorBoard hides points after the checkpoint's step, which are logged again
         purge_step = first_step + 1 if checkpoint else None
         self.writer = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)
@@ -807,7 +805,10 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     elif not args.run_folder:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         folder /= re.sub(r"[^\w.-]+", "-", name)
-        while folder.exists():
+        while True:
+            with contextlib.suppress(FileExistsError):  # another run began in the same second
+                folder.mkdir(parents=True)
+                break
             folder = folder.with_name(folder.name + "_")
     return args, folder, checkpoint
 
@@ -835,6 +836,8 @@ def main() -> None:
     finally:
         for process in multiprocessing.active_children():
             process.terminate()
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # if it is empty
 
 
 if __name__ == "__main__":

@@ -208,10 +208,18 @@ def test_two_runs_of_one_second_get_two_folders(tmp_path, monkeypatch):
     folders = set()
     for _ in range(3):
         _, folder, checkpoint = ppo.parse_args()
-        folder.mkdir(parents=True)
         folders.add(folder)
         assert checkpoint is None
     assert len(folders) == 3
+
+
+def test_runs_that_start_at_once_do_not_meet(tmp_path):
+    """Nor is a folder left by a run that could not start."""
+    words = [command("ppo_continuous", *FLAGS), command("ppo_continuous", "--env-id", "NoSuch-v0")]
+    options = dict(cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    processes = [subprocess.Popen(words[i], **options) for i in (0, 0, 1)]
+    assert [process.wait() for process in processes] == [0, 0, 1]
+    assert len(list(tmp_path.glob("runs/*/model.pt"))) == len(list(tmp_path.glob("runs/*"))) == 2
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
@@ -288,7 +296,17 @@ def test_a_seed_of_any_size(monkeypatch):
 
 def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
     calls = []
-    wandb = types.SimpleNamespace(init=lambda **kwargs: calls.append(kwargs))
+
+    class CommError(Exception):
+        """W&B's, for a run that was deleted."""
+
+    def init(**kwargs):
+        calls.append(kwargs)
+        if deleted and "id" in kwargs:
+            raise CommError
+
+    deleted = []
+    wandb = types.SimpleNamespace(init=init, errors=types.SimpleNamespace(CommError=CommError))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     path = train(ppo, tmp_path / "run", **SMALL, track=True)
     ppo.train(ppo.Args(**SMALL, track=True), path.parent / "other", None)
@@ -297,7 +315,10 @@ def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo, "Run", type("Unlocked", (ppo.Run,), {}))
     monkeypatch.setitem(sys.modules, "fcntl", None)
     ppo.train(ppo.Args(**SMALL, track=True), path, checkpoint)
-    first, other, again = calls
+    deleted.append(True)
+    ppo.train(ppo.Args(**SMALL, track=True), path.parent / "third", None)
+    first, other, again, _, new = calls
+    assert "id" not in new and new["resume"] == "allow"
     assert first["id"] == again["id"] != other["id"] and first["resume"] == "allow"
     assert first["config"]["num_steps"] == 50 and first["sync_tensorboard"]
 
