@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from conftest import ROOT, assert_same, load, run
 from test_dqn_per_atari import SMALL, Tiny, make_batch
 from torch import nn
 
-quick = pytest.mark.quick
+quick, ROWS = pytest.mark.quick, np.arange(8)
 NAMES = ("vectors", "c51", "qr", "munchausen", "noisy", "live_learning_rate", "pqn")
 LEARNS = SMALL | dict(total_timesteps=960, train_frequency=2, gamma=0.5, learning_rate=1e-3)
 LEARNS |= dict(buffer_size=900, target_network_frequency=80, end_fraction=0.8, eval_epsilon=0.0)
@@ -99,7 +98,7 @@ def losses(module, method, double=True):
     for network in networks:
         list(network.parameters())[-2].data.mul_(40)  # far enough apart to disagree
     args, batch = module.Args(), make_batch(8)
-    args.double = double
+    args.double, args.munchausen_tau = double, 0.3  # the entropy would be tiny
     loss, errors, _ = module.td_loss(*networks, batch, args)
     with torch.no_grad():
         x = [getattr(n, method)(batch[k]).double().numpy() for k in (0, 4) for n in networks]
@@ -125,50 +124,40 @@ def test_distributional_losses_are_the_vectors(variants):
 
 @quick
 @pytest.mark.parametrize("double", [True, False])
-def test_c51_loss_is_algorithm_1(variants, double):
-    """As printed, with floor and ceiling; the priorities are KL divergences."""
-    loss, divergences, columns, x, q_values = losses(variants["c51"], "logits", double)
+def test_c51_loss_is_a_cross_entropy_and_its_priority_the_divergence(variants, double):
+    loss, errors, (actions, *step, weights), x, q_values = losses(variants["c51"], "logits", double)
     p, _, next_q, next_p = (np.exp(y - np.logaddexp.reduce(y, 2, keepdims=True)) for y in x)
-    z, expected = np.linspace(-10, 10, 51), 0.0
+    z = np.linspace(-10, 10, 51)
     np.testing.assert_allclose(q_values, p @ z, rtol=1e-4, atol=1e-4)
-    for k, (action, reward, discount, weight) in enumerate(zip(*columns)):
-        best, m = ((next_q if double else next_p)[k] @ z).argmax(), np.zeros(51)
-        for j in range(51):
-            b = (np.clip(float(reward) + float(discount) * z[j], -10, 10) + 10) / 0.4
-            low, high = math.floor(b), math.ceil(b)
-            m[low] += next_p[k, best, j] * (1 if low == high else high - b)
-            m[high] += next_p[k, best, j] * (b - low)
-        logs, some = np.log(p[k, action]), m > 0
-        expected -= weight * (m * logs).sum() / 8
-        kl = (m[some] * (np.log(m[some]) - logs[some])).sum()
-        assert divergences[k] == pytest.approx(kl, rel=1e-3, abs=1e-4)
-    assert loss == pytest.approx(expected, rel=1e-4)
+    next_p = next_p[ROWS, ((next_q if double else next_p) @ z).argmax(1)]
+    m = variants["c51"].c51_projection(*map(torch.from_numpy, (next_p, *step, z))).numpy()
+    logs = np.log(p[ROWS, actions])
+    assert loss == pytest.approx(-(weights * (m * logs).sum(1)).mean(), rel=1e-4)
+    divergences = (m * (np.log(m + 1e-300) - logs)).sum(1)
+    np.testing.assert_allclose(errors, divergences, rtol=1e-3, atol=1e-4)
 
 
 @quick
 @pytest.mark.parametrize("double", [True, False])
-def test_qr_loss_is_the_double_sum(variants, double):
-    loss, td_errors, columns, x, q_values = losses(variants["qr"], "quantiles", double)
+def test_qr_loss(variants, double):
+    loss, errors, columns, x, q_values = losses(variants["qr"], "quantiles", double)
+    actions, returns, discounts, weights = columns
     np.testing.assert_allclose(q_values, x[0].mean(2), rtol=1e-4, atol=1e-4)
-    expected = 0.0
-    for k, (action, reward, discount, weight) in enumerate(zip(*columns)):
-        best = x[2 if double else 3][k].mean(1).argmax()
-        theta, y = x[0][k, action], reward + discount * x[3][k, best]
-        for u, tau in zip(y - theta[:, None], np.arange(0.0025, 1, 0.005)):
-            huber = np.where(abs(u) <= 1, u**2 / 2, abs(u) - 0.5)
-            expected += weight * (np.where(u < 0, 1 - tau, tau) * huber).mean() / 8
-        assert td_errors[k] == pytest.approx(y.mean() - theta.mean(), abs=1e-3)
-    assert loss == pytest.approx(expected, rel=1e-4)
+    theta, best = x[0][ROWS, actions], x[2 if double else 3].mean(2).argmax(1)
+    y, taus = returns[:, None] + discounts[:, None] * x[3][ROWS, best], np.arange(0.5, 200) / 200
+    expected = variants["qr"].quantile_huber_loss(*map(torch.from_numpy, (theta, y, taus))).numpy()
+    assert loss == pytest.approx((weights * expected).mean(), rel=1e-4)
+    np.testing.assert_allclose(errors, y.mean(1) - theta.mean(1), atol=1e-3)
 
 
 @quick
 def test_munchausen_target(variants):
     _, td_errors, (actions, rewards, discounts, _), x, _ = losses(variants["munchausen"], "forward")
-    logs = [y / 0.03 - np.logaddexp.reduce(y / 0.03, 1, keepdims=True) for y in x]
-    bonuses = 0.9 * np.clip(0.03 * logs[1][range(8), actions], -1, 0)
+    logs = [y / 0.3 - np.logaddexp.reduce(y / 0.3, 1, keepdims=True) for y in x]
+    bonuses = 0.9 * np.clip(0.3 * logs[1][ROWS, actions], -1, 0)
     assert min(bonuses) == -0.9 < max(bonuses)  # some are clipped
-    soft_values = (np.exp(logs[3]) * (x[3] - 0.03 * logs[3])).sum(1)
-    deltas = rewards + bonuses + discounts * soft_values - x[0][range(8), actions]
+    soft_values = (np.exp(logs[3]) * (x[3] - 0.3 * logs[3])).sum(1)
+    deltas = rewards + bonuses + discounts * soft_values - x[0][ROWS, actions]
     np.testing.assert_allclose(td_errors, deltas, rtol=1e-3, atol=1e-3)
 
 
@@ -183,7 +172,7 @@ def test_noisy_layer(variants):
     weights, bias = noise[:300] - noise[300], noise[300]  # rows: of x_i
     assert torch.linalg.matrix_rank(weights, rtol=1e-3) == 1
     for f in ((weights / bias).median(dim=1).values, bias):  # f(x)^2 = |x|: mean sqrt(2 / pi)
-        assert (f**2).mean().item() == pytest.approx((2 / math.pi) ** 0.5, abs=0.15)
+        assert (f**2).mean().item() == pytest.approx((2 / np.pi) ** 0.5, abs=0.15)
         assert f.mean().item() == pytest.approx(0, abs=0.2)
     assert_same(layer.eval()(identity).detach(), plain)
     for sigma in (layer.weight_sigma, layer.bias_sigma):
@@ -222,14 +211,13 @@ def test_live_learning_rate(variants, monkeypatch, tmp_path, text):
 
     monkeypatch.setattr(module, "AtariVectorEnv", Tiny)
     monkeypatch.setattr(module.Run, "progress", progress_and_write)
-    end = train(module, tmp_path / "whole", **SMALL | dict(checkpoint_interval=10**6))
+    flags, changed = SMALL | dict(checkpoint_interval=10**6), "whole/checkpoint_000000000096.pt"
+    end = train(module, tmp_path / "whole", **flags)
     assert not (tmp_path / "whole" / "live.json").exists()
     assert end["optimizer"]["param_groups"][0]["lr"] == (5e-5 if "rate" in text else 1e-4)
-    changed = tmp_path / "whole" / "checkpoint_000000000096.pt"
-    assert changed.exists() == ("rate" in text)
-    for name in ("before", "after") if changed.exists() else ():
-        (tmp_path / name).mkdir()
-        if name == "before":
-            (tmp_path / name / "live.json").write_text(text)
-        flags = SMALL | dict(checkpoint_interval=10**6)
-        assert_same(train(module, tmp_path / name, changed, **flags), end)
+    assert (tmp_path / changed).exists() == ("rate" in text)
+    if "rate" in text:
+        assert_same(train(module, tmp_path / "after", tmp_path / changed, **flags), end)
+        (tmp_path / "before").mkdir()
+        (tmp_path / "before" / "live.json").write_text(text)
+        assert_same(train(module, tmp_path / "before", tmp_path / changed, **flags), end)
