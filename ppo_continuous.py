@@ -243,7 +243,7 @@ class Environments:
         return obs.clip(-10, 10).astype(np.float32)
 
     def scale(self, rewards: np.ndarray) -> np.ndarray:
-        """Divide rewards (N,) by the std of the discounted return ([37], details 8 and 9)."""
+        """Divide rewards (N,) by the return's std ([37], continuous details 8 and 9)."""
         self.discounted_returns = self.args.gamma * self.discounted_returns + rewards
         if self.training:
             self.return_stats.update(self.discounted_returns)
