@@ -192,8 +192,8 @@ def check_command(command: str) -> Iterator[str]:
 
 
 def check_flags(page: Path, text: str) -> Iterator[str]:
-    if page.stem in ("CHANGELOG", "LABBOOK"):  # of older scripts
-        return
+    if page.stem in ("CHANGELOG", "LABBOOK") or page.parent.name == "variants":
+        return  # flags of older scripts, and of patches
     scripts = [page.stem] if page.stem in SCRIPTS else SCRIPTS
     blocks = [code for _, kind, code in FENCE.findall(text) if kind in ("bash", "sh", "")]
     for command in [*blocks, *(span for span in spans(text) if ".py " in span)]:
@@ -209,8 +209,6 @@ def check_flags(page: Path, text: str) -> Iterator[str]:
 
 def check_code(page: Path, text: str) -> Iterator[str]:
     """Excerpts and tags on a script's page, and code in the columns of tables."""
-    if page.parent.name == "variants":
-        return  # patches have flags of their own; tests/test_variants*.py run their commands
     script = page.stem if page.stem in SCRIPTS else None
     for match in FENCE.finditer(text) if script else ():
         _, kind, code = match.groups()
