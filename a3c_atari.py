@@ -261,14 +261,14 @@ class AtariEnvs:
 class Agent(nn.Module):
     """Policy and value function on four convolutions and an LSTM (without it, a linear layer)."""
 
-    def __init__(self, obs_shape: tuple, num_actions: int, lstm=True, crop=True) -> None:
+    def __init__(self, obs_shape: tuple, num_actions: int, args: Args) -> None:
         super().__init__()
         layers = []  # (B, 32, 21, 21), (B, 32, 11, 11), (B, 32, 6, 6), (B, 32, 3, 3)
         for channels in (obs_shape[0], 32, 32, 32):
             layers += [nn.Conv2d(channels, 32, 3, stride=2, padding=1), nn.ELU(inplace=True)]
         self.trunk = nn.Sequential(*layers, nn.Flatten())
-        self.crop, self.lstm = crop, nn.LSTM(288, 256) if lstm else None
-        if not lstm:
+        self.crop, self.lstm = args.crop, nn.LSTM(288, 256) if args.lstm else None
+        if not args.lstm:
             self.linear = nn.Sequential(nn.Linear(288, 256), nn.ELU())
         self.policy_head, self.value_head = nn.Linear(256, num_actions), nn.Linear(256, 1)
         for name, parameter in self.named_parameters():
@@ -498,7 +498,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     args.check()
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, 1)
-    model = Agent(envs.obs_shape, envs.num_actions, args.lstm, args.crop)
+    model = Agent(envs.obs_shape, envs.num_actions, args)
     if args.optimizer == "adam":
         optimizer_class, options = SharedAdam, {"betas": (0.9, 0.999), "eps": 1e-8}
     else:
@@ -560,7 +560,7 @@ EVAL_STEPS = 100_000  # where evaluation episodes are cut off
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     """Unclipped returns of `args.eval_episodes` episodes with sampled or greedy actions."""
     envs = AtariEnvs(args, args.eval_episodes)
-    agent = Agent(envs.obs_shape, envs.num_actions, args.lstm, args.crop).eval()
+    agent = Agent(envs.obs_shape, envs.num_actions, args).eval()
     global_step = restore({"agent": agent}, model)
     videos = folder / "videos" / "evaluation" if args.capture_video else None
     obs, ended = envs.reset(seed_everything(args.seed, global_step, 1), videos), {}

@@ -70,7 +70,7 @@ class Tape:
         envs = a3c.AtariEnvs(self.args, 1)
         self.num_actions, self.fire_action = envs.num_actions, envs.fire_action
         make = agent or a3c.Agent
-        self.model = make(envs.obs_shape, envs.num_actions, self.args.lstm, self.args.crop)
+        self.model = make(envs.obs_shape, envs.num_actions, self.args)
         self.optimizers = make_optimizers(self.args, self.model)
         self.counts = torch.zeros(self.args.num_workers, dtype=torch.int64)
         self.counts[worker - 1] = others
@@ -397,7 +397,7 @@ def test_loss_and_gradient_of_a_rollout(precision):
 @pytest.mark.quick
 @pytest.mark.parametrize("lstm", [True, False])
 def test_a_batch_is_its_steps_one_after_the_other(lstm):
-    agent = a3c.Agent((1, 105, 80), 5, lstm)
+    agent = a3c.Agent((1, 105, 80), 5, a3c.Args(lstm=lstm))
     obs = torch.randint(0, 256, (12, 3, 1, 105, 80), dtype=torch.uint8)
     state = first = tuple(torch.randn(2, 3, 256))
     logits, values, last = agent(obs, first)
@@ -418,7 +418,7 @@ def test_the_network_sees_the_field_without_the_borders():
     obs, _ = envs.reset(seed=np.array([1]))
     assert obs[0, 0, 16].mean() > 200 and obs[0, 0, 97].mean() > 200
     seen = []
-    agent = a3c.Agent((1, 105, 80), 6)
+    agent = a3c.Agent((1, 105, 80), 6, a3c.Args())
     agent.trunk.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0, 0]))
     agent(torch.from_numpy(obs[None]), agent.initial_state(1))
     (frame,) = seen
@@ -508,7 +508,7 @@ def test_an_evaluation_resets_the_lstm_where_training_does(tmp_path, monkeypatch
     monkeypatch.setattr(a3c, "AtariEnvs", AtariEnvs)
     monkeypatch.setattr(a3c, "Agent", Agent)
     args = a3c.Args(**SMALL | dict(episodic_life=episodic_life, max_episode_length=150))
-    model = {"agent": a3c.Agent((1, 105, 80), 4).state_dict(), "global_step": 0}
+    model = {"agent": a3c.Agent((1, 105, 80), 4, args).state_dict(), "global_step": 0}
     returns = a3c.evaluate(args, model, tmp_path)
     assert len(returns) == 2
     np.testing.assert_array_equal(zero, ended[:-1])
@@ -522,8 +522,8 @@ def test_an_evaluation_resets_the_lstm_where_training_does(tmp_path, monkeypatch
 class Feedforward(a3c.Agent):
     """No memory: the state is passed on."""
 
-    def __init__(self, obs_shape, num_actions, lstm, crop):
-        super().__init__(obs_shape, num_actions, lstm, crop)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.lstm, self.hidden = None, nn.Linear(288, 256)
 
     def forward(self, obs, lstm_state):
@@ -555,9 +555,9 @@ def test_a_network_without_memory_and_a_frozen_layer_are_trained_as_they_say(tmp
         expected = flat(torch.autograd.grad(loss, list(tape.model.parameters())))
         torch.testing.assert_close(update["grad"], expected, atol=1e-5, rtol=1e-3)
 
-    frozen = Frozen((1, 105, 80), 4)
-    before, local = copy.deepcopy(frozen.state_dict()), copy.deepcopy(frozen)
     args = a3c.Args()
+    frozen = Frozen((1, 105, 80), 4, args)
+    before, local = copy.deepcopy(frozen.state_dict()), copy.deepcopy(frozen)
     obs = torch.randint(0, 256, (5, 1, 1, 105, 80), dtype=torch.uint8)
     actions, ones = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
     rollout = obs, actions, ones.bool(), ones, frozen.initial_state(1), ones[:1]
@@ -568,7 +568,7 @@ def test_a_network_without_memory_and_a_frozen_layer_are_trained_as_they_say(tmp
 
 @pytest.mark.quick
 def test_optimizers_are_shared_with_their_state_or_refused():
-    agent = a3c.Agent((1, 105, 80), 4)
+    agent = a3c.Agent((1, 105, 80), 4, a3c.Args())
     for args in (a3c.Args(), a3c.Args(optimizer="rmsprop")):
         (optimizer,) = make_optimizers(args, agent)
         optimizer.share_memory()
