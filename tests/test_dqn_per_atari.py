@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_same, command, load, logged, run
 from torch import nn
+from vectors_reader import cases, check
 
 import dqn_per_atari as dqn
 
@@ -193,16 +194,116 @@ def test_draws_have_the_papers_probabilities(prioritized):
 
 
 @quick
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_weights_are_the_papers(beta):
-    rng = np.random.default_rng(0)
-    priorities = dqn.Priorities(dqn.Args(per_alpha=0.6), 500)
-    td_errors = rng.normal(size=400)
-    priorities.update(np.arange(400), td_errors)
-    rows, weights = priorities.draw(32, beta)
-    p = (np.abs(td_errors) + 1e-6) ** 0.6
-    w = (400 * p[rows] / p.sum()) ** -beta
-    np.testing.assert_allclose(weights, w / w.max(), rtol=1e-12)
+def test_priorities_follow_the_vectors():
+    for case in cases("per"):
+        inputs, operation = case["inputs"], case["operation"]
+        if operation == "drawable":
+            continue
+        leaves = np.atleast_1d(inputs["leaves"])
+        priorities = dqn.Priorities(dqn.Args(), len(leaves))
+        tree = priorities.tree
+        tree.set(np.arange(len(leaves)), leaves)
+        if operation == "sum_tree":
+            check(case, "nodes", tree.nodes)
+            check(case, "total", tree.nodes[1])
+        elif operation == "find":
+            check(case, "rows", tree.find(inputs["values"]))
+        elif operation == "importance_weights":
+            probabilities = leaves[inputs["rows"]] / leaves.sum()
+            weights = dqn.importance_weights(probabilities, inputs["beta"].item())
+            check(case, "weights", weights)
+        elif operation == "priority_update":
+            priorities.alpha = inputs["alpha"].item()
+            priorities.max_priority = inputs["max_priority"].item()
+            priorities.update(inputs["rows"], inputs["td_errors"])
+            check(case, "leaves", tree.leaves)
+            check(case, "total", tree.nodes[1])
+            check(case, "max_priority", priorities.max_priority)
+
+
+@quick
+def test_draws_are_stratified(monkeypatch):
+    for case in cases("per", "stratified"):
+        leaves, uniforms = case["inputs"]["leaves"], torch.tensor(case["inputs"]["uniforms"])
+        priorities = dqn.Priorities(dqn.Args(), len(leaves))
+        priorities.tree.set(np.arange(len(leaves)), leaves)
+        monkeypatch.setattr(torch, "rand", lambda size, dtype, x=uniforms: x)
+        rows, weights = priorities.draw(len(uniforms), 1.0)
+        check(case, "rows", rows)
+        probabilities = case["outputs"]["probabilities"]
+        np.testing.assert_allclose(weights, probabilities.min() / probabilities)
+
+
+@quick
+def test_rows_that_may_be_drawn():
+    for case in cases("per", "drawable"):
+        inputs, outputs = case["inputs"], case["outputs"]
+        N, n, stack = inputs["lengths"].shape[1], inputs["n"].item(), inputs["frame_stack"].item()
+        args = dqn.Args(num_envs=N, n_step=n, buffer_size=inputs["size"].item())
+        replay = dqn.Replay(args, gym.spaces.Box(0, 255, (stack, 2), np.uint8))
+        zeros = np.zeros(N)
+        for t, ages in enumerate(inputs["lengths"]):
+            obs = np.zeros((N, stack, 2), np.uint8)
+            replay.add(obs, zeros, zeros, inputs["terminations"][t], ages)
+            drawn, drawable = replay.leaves > 0, outputs["drawable"][t]
+            allowed = drawable | outputs["optional"][t]
+            assert (drawable <= drawn).all() and (drawn <= allowed).all(), (case["name"], t)
+
+
+class Table(nn.Module):
+    """Q-values that do not depend on the observation, one row for each of the batch."""
+
+    def __init__(self, qs):
+        super().__init__()
+        self.qs = nn.Parameter(torch.as_tensor(qs))
+
+    def forward(self, obs):
+        return self.qs
+
+
+@quick
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_targets_losses_and_n_step_returns_follow_the_vectors(precision):
+    dtype = getattr(torch, precision)
+    for case in cases("dqn", "q_targets"):
+        inputs = {name: torch.tensor(x).to(dtype) for name, x in case["inputs"].items()}
+        actions, ones = torch.zeros(len(inputs["returns"]), dtype=torch.long), torch.ones(())
+        batch = [None, actions, inputs["returns"], inputs["discounts"], None, ones]
+        for name in ("double", "single"):
+            networks = Table(inputs["online_qs"]), Table(inputs["target_qs"])
+            args = dqn.Args(double=name == "double")
+            _, td_errors, _ = dqn.td_loss(*networks, batch, args)
+            check(case, name, td_errors + inputs["online_qs"][:, 0], precision)
+    for case in cases("dqn", "td_loss"):
+        names = ("values", "targets", "weights")
+        values, targets, weights = (torch.tensor(case["inputs"][x]).to(dtype) for x in names)
+        network, zeros = Table(values[:, None]), torch.zeros(len(values), dtype=torch.long)
+        batch = [None, zeros, targets, torch.zeros_like(values), None, weights]
+        loss, td_errors, _ = dqn.td_loss(network, network, batch, dqn.Args())
+        loss.backward()
+        check(case, "loss", loss.detach(), precision)
+        check(case, "td_errors", td_errors, precision)
+        check(case, "grad_values", network.qs.grad[:, 0], precision)
+    for case in cases("dqn", "dueling"):
+        network = dqn.QNetwork((4, 84, 84), case["inputs"]["advantages"].shape[1], True)
+        network.trunk = nn.Identity()
+        values, advantages = (torch.tensor(x).to(dtype) for x in case["inputs"].values())
+        network.value, network.advantage = Table(values[:, None]), Table(advantages)
+        check(case, "qs", network(torch.zeros(1, 4, 84, 84)).detach(), "float32")
+    for case in cases("dqn", "n_step"):
+        inputs, outputs, n = case["inputs"], case["outputs"], case["inputs"]["n"].item()
+        for t in np.flatnonzero(outputs["complete"]):
+            rows = np.arange(t, outputs["last_rows"][t] + 1)
+            if inputs["truncations"][rows[-1]] and not inputs["terminations"][rows[-1]]:
+                if len(rows) < n:
+                    continue  # such a row is never drawn
+            padded = np.zeros((2, 1, n))
+            padded[0, 0, : len(rows)] = inputs["rewards"][rows]
+            padded[1, 0, : len(rows)] = inputs["terminations"][rows]
+            args = (padded[0], padded[1].astype(bool), inputs["gamma"].item())
+            for name, value in zip(("returns", "discounts"), dqn.n_step_returns(*args)):
+                expected = outputs[name][t]
+                assert value[0] == pytest.approx(expected, abs=1e-12), (case["name"], t, name)
 
 
 @quick

@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT, assert_same, load, logged, resume, run, train
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
+from vectors_reader import cases, check
 
 import qmix_smac as q
 from qmix_smac import Args, Environments, Episode, EpisodeReplay, Shape
@@ -134,34 +135,85 @@ def test_q_tot_is_monotone_in_every_agents_value():
         assert (q_tot < 0).any() and (q_tot > 0).any(), "biases and V may have any sign"
 
 
-def mix(mixer, qvals, state):
-    """Q_tot of one sample, [QMIX] Sec. 4 and Fig. 2a, by loops."""
-    p = {name: value.detach() for name, value in mixer.state_dict(keep_vars=True).items()}
-
-    def linear(name, x):
-        return p[f"{name}.weight"] @ x + p[f"{name}.bias"]
-
-    def two_layers(name):
-        return linear(f"{name}.2", linear(f"{name}.0", state).clamp(min=0))
-
-    w1, w2, b1 = two_layers("hyper_w1"), two_layers("hyper_w2"), linear("hyper_b1", state)
-    total = two_layers("hyper_v")[0]
-    for j in range(len(b1)):
-        x = b1[j] + sum(value * w1[a * len(b1) + j].abs() for a, value in enumerate(qvals))
-        total = total + w2[j].abs() * (x if x > 0 else x.exp() - 1)
-    return total
-
-
 @pytest.mark.quick
-def test_mixers_are_those_of_the_papers():
-    mixer = make_networks(Args(mixing_embed_dim=7, hypernet_embed=8))[0].mixer
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_mixers_are_those_of_the_papers(precision):
+    dtype = getattr(torch, precision)
+    for case in cases("qmix", "qmix_mixer"):
+        inputs = {name: torch.tensor(x).to(dtype) for name, x in case["inputs"].items()}
+        qvals, state = inputs.pop("qs").requires_grad_(), inputs.pop("states")
+        embed_dim, width = len(inputs["hyper_b1.bias"]), len(inputs["hyper_w1.0.bias"])
+        shape = SHAPE._replace(n_agents=qvals.shape[1], state_dim=state.shape[1])
+        mixer = q.QMixer(shape, embed_dim, width).to(dtype)
+        mixer.load_state_dict(inputs)
+        q_tot = mixer(qvals, state)[:, 0]
+        q_tot.sum().backward()
+        check(case, "q_tot", q_tot.detach(), precision)
+        check(case, "grad_qs", qvals.grad, precision)
     qvals, state = torch.randn(10, 3).double(), torch.randn(10, 6).double()
-    expected = torch.stack([mix(mixer, *sample) for sample in zip(qvals, state)])
-    torch.testing.assert_close(mixer(qvals, state)[:, 0], expected, rtol=1e-12, atol=1e-12)
     vdn, none = (q.Networks(Args(mixer=name), SHAPE).mixer for name in ("vdn", "none"))
     expected = qvals[:, :1] + qvals[:, 1:2] + qvals[:, 2:]
     torch.testing.assert_close(vdn(qvals, state), expected)
     assert torch.equal(none(qvals, state), qvals)
+
+
+class Given(nn.Module):
+    """An agent whose values are given; its mixers too."""
+
+    def __init__(self, agent_qs, mixer):
+        super().__init__()
+        self.agent = lambda *inputs: (agent_qs, None)
+        self.agent.initial_hidden = lambda batch_size: None
+        self.mixer = mixer
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_targets_and_loss_follow_the_vectors(precision):
+    dtype = getattr(torch, precision)
+
+    def episodes(mask, **tensors):
+        T, B = mask.shape
+        filled = torch.cat([torch.ones(1, B, dtype=torch.bool), torch.tensor(mask)])
+        zeros = torch.zeros(T, B, 1, dtype=dtype)
+        avail, actions = torch.ones(T + 1, B, 1, 1).bool(), torch.zeros(T, B, 1).byte()
+        state = torch.zeros(T + 1, B, 1)
+        batch = Episode(None, state, avail, filled, actions, zeros, zeros)
+        return batch._replace(**tensors)
+
+    for case in cases("qmix", "td_lambda_targets"):
+        inputs = {name: torch.tensor(x) for name, x in case["inputs"].items()}
+        rewards, next_values = (inputs[x].to(dtype)[..., None] for x in ("rewards", "next_values"))
+        ends = inputs["no_bootstrap"].to(dtype)[..., None]
+        batch = episodes(case["inputs"]["mask"], rewards=rewards, terminations=ends)
+        coefficients = inputs["gamma"].item(), inputs["td_lambda"].item()
+        targets = q.td_lambda_targets(batch, next_values, *coefficients)[..., 0]
+        check(case, "targets", torch.where(inputs["mask"], targets, 0.0), precision)
+    for case in cases("qmix", "masked_loss"):
+        inputs = {name: torch.tensor(x) for name, x in case["inputs"].items()}
+        q_tot = inputs["q_tot"].to(dtype).requires_grad_()
+        agent_qs = torch.cat([q_tot, torch.zeros_like(q_tot[:1])])[..., None, None]
+        rewards = inputs["targets"].to(dtype)[..., None]
+        batch = episodes(case["inputs"]["mask"], rewards=rewards)
+        networks = Given(agent_qs, q.VDNMixer())
+        loss, _ = q.qmix_loss(networks, networks, batch, Args(gamma=0.0, td_lambda=0.0))
+        loss.backward()
+        check(case, "loss", loss.detach(), precision)
+        check(case, "grad_q_tot", q_tot.grad, precision)
+    for case in cases("qmix", "double_q_available"):
+        inputs = {name: torch.tensor(x) for name, x in case["inputs"].items()}
+        online, target = inputs["online_qs"].to(dtype), inputs["target_qs"].to(dtype)
+        actions = torch.zeros(inputs["mask"].shape + online.shape[2:3], dtype=torch.uint8)
+        batch = episodes(case["inputs"]["mask"], actions=actions)
+        batch = batch._replace(avail_actions=inputs["avail_actions"])
+        for name in ("double", "single"):
+            networks = Given(online, lambda qvals, state: 0 * qvals)
+            targets = Given(target, lambda qvals, state: qvals)
+            args = Args(gamma=1.0, td_lambda=0.0, double_q=name == "double")
+            loss, metrics = q.qmix_loss(networks, targets, batch, args)
+            expected = torch.tensor(case["outputs"][name])[inputs["mask"]].to(dtype)
+            torch.testing.assert_close(metrics["target_mean"], expected.mean())
+            torch.testing.assert_close(loss, expected.square().mean())
 
 
 # The update, by plain formulas
