@@ -121,6 +121,28 @@ def test_observations_are_normalized_and_rewards_scaled(monkeypatch):
             check(case, "scaled", np.array(outputs), "float32")
 
 
+@pytest.mark.quick
+@PRECISIONS
+def test_update_clips_gradients_and_steps_as_adam(monkeypatch, precision):
+    dtype = getattr(torch, precision)
+    for case in cases("adam"):
+        inputs = {name: torch.tensor(x) for name, x in case["inputs"].items()}
+        if inputs["clip_eps"] == 0 and inputs["max_grad_norm"] < 1:
+            continue  # PyTorch adds 1e-6 to the norm
+        agent = nn.ParameterList(inputs["theta"].to(dtype).split(inputs["sizes"].tolist()))
+        optimizer = torch.optim.Adam(agent.parameters(), eps=inputs["eps"].item(), fused=True)
+        args = SimpleNamespace(max_grad_norm=inputs["max_grad_norm"].item())
+        thetas, norms = [], []
+        for grad, learning_rate in zip(inputs["grads"].to(dtype), inputs["learning_rates"]):
+            optimizer.param_groups[0]["lr"] = learning_rate.item()
+            loss = torch.dot(torch.cat(list(agent)), grad)
+            monkeypatch.setattr(ppo, "ppo_loss", lambda *args, loss=loss: (loss, {}))
+            norms.append(ppo.update(agent, optimizer, None, args)["grad_norm"].item())
+            thetas.append(torch.cat(list(agent)).detach().numpy())
+        check(case, "theta", np.array(thetas), precision)
+        check(case, "grad_norms", np.array(norms), precision)
+
+
 def plain_step(weights, moments, t, minibatch, args, lr):
     """One minibatch of PPO in float64, by formulas alone: the loss, clipping, Adam."""
     obs, actions, old_logprobs, old_values, advantages, returns = minibatch
