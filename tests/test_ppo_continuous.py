@@ -357,6 +357,14 @@ def test_statistics_are_shared_and_frozen_in_evaluation():
     assert_same(before, frozen.obs_stats.state_dict())
 
 
+def test_evaluation_uses_the_saved_statistics(tmp_path):
+    path = train(ppo, tmp_path / "run", **SMALL)
+    model, args = torch.load(path / "model.pt", weights_only=True), ppo.Args(**SMALL)
+    first, again = (ppo.evaluate(args, model, path) for _ in range(2))
+    model["obs_stats"]["mean"] += 3
+    assert first == again != ppo.evaluate(args, model, path)
+
+
 def test_asynchronous_environments_give_the_same_and_overlap(tmp_path):
     env_ids = {"env_id": "Pendulum-v1"}
     runs = [train(ppo, tmp_path / str(i), **SMALL | env_ids, async_envs=i == 1) for i in range(2)]
