@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -57,6 +58,16 @@ PROGRAMS = [  # what is compared, name, command; the ratios of a table are to it
     ("qmix_smac_3m", "JaxMARL QMIX, its own 8 updates per 1,024 steps", f"{JAXMARL} 8"),
     ("qmix_smac_3m", "qmix_smac.py", QMIX),
 ]
+
+
+NEEDS = {"sb3_": "stable_baselines3", "sbx_": "sbx", "pfrl_": "pfrl"}  # of the peers
+
+
+def available(command: str) -> bool:
+    """Whether what a program needs is there."""
+    if JAXMARL in command:
+        return "JAXMARL" in os.environ
+    return all(find_spec(NEEDS[peer]) is not None for peer in NEEDS if peer in command)
 
 
 def signal_all(process: subprocess.Popen, signum: int) -> None:
@@ -158,6 +169,9 @@ def main() -> None:
     for script in args.scripts:
         steps = args.steps or STEPS[script]
         programs = {name: command for table, name, command in PROGRAMS if table == script}
+        for name in [name for name, command in programs.items() if not available(command)]:
+            print(f"{name} is not installed: left out", flush=True)
+            del programs[name]
         instructions = torch.backends.cpu.get_cpu_capability()
         if instructions == "AVX2":  # bfloat16 is far slower than float32 there
             programs = {
