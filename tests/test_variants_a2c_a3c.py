@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_same, load, run, train
+from conftest import ROOT, assert_same, load, logged, run, train
 from torch import nn
 from vectors_reader import cases, check
 
@@ -195,6 +195,8 @@ def test_two_ranks_are_one_process(variant, tmp_path):
     one, plain = [load(folder / "model.pt")["agent"] for folder in folders]
     assert_same(one, plain)
     torch.testing.assert_close(ranks[0], dict(one), rtol=0, atol=1e-6)
+    norms = [list(logged(x)["losses/grad_norm"].values()) for x in (two, folders[0])]
+    np.testing.assert_allclose(*norms, rtol=1e-3)
     start = load(two / MIDDLE)["agent"]
     assert max((x - start[name]).abs().max() for name, x in one.items()) > 1e-5
 
