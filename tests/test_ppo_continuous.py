@@ -334,6 +334,39 @@ def test_next_observations_at_an_episodes_end(monkeypatch, env_id, length):
     assert "t" in info or "final_info" in info  # info reaches the caller
 
 
+class Counting(Counter):
+    """The counting environment of vectors/autoreset.json."""
+
+    def __init__(self, lengths, end):
+        super().__init__()
+        self.lengths, self.end, self.episode = lengths, end, -1
+
+    def step(self, action):
+        obs, reward, *_ = super().step(action)
+        ended = self.t == self.lengths[self.episode % 3]
+        ends = [ended and self.end in (kind, "both") for kind in ("termination", "truncation")]
+        return obs, reward, *ends, {}
+
+
+@pytest.mark.quick
+def test_a_trace_of_resets(monkeypatch):
+    case = next(case for case in cases("autoreset") if case["inputs"]["mode"] == "SAME_STEP")
+    settings = list(zip(case["inputs"]["episode_lengths"], case["inputs"]["ends_by"]))
+    monkeypatch.setattr(ppo.Environments, "normalize", lambda self, obs: obs.copy())
+    make = [lambda x=x: Counting(*x) for x in settings]
+    mode = AutoresetMode.SAME_STEP
+    monkeypatch.setattr(
+        ppo, "make_envs", lambda *_: gym.vector.SyncVectorEnv(make, autoreset_mode=mode)
+    )
+    envs = ppo.Environments(ppo.Args(), len(make), training=False)
+    np.testing.assert_array_equal(envs.reset(1, None)[:, 0], case["inputs"]["first_obs"])
+    steps = [envs.step(np.zeros((3, 1)))[:5] for _ in range(case["inputs"]["num_steps"])]
+    names = ("obs", "next_obs", "rewards", "terminations", "truncations")
+    for name, column in zip(names, zip(*steps)):
+        if name != "rewards":  # they are scaled
+            check(case, name, np.array(column).reshape(len(steps), 3))
+
+
 @pytest.mark.quick
 def test_observations_of_another_shape_than_their_spaces_are_refused(monkeypatch):
     monkeypatch.setattr(Counter, "observation_space", gym.spaces.Box(-9, 9, (3,)))
