@@ -164,7 +164,7 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
         max_num_frames_per_episode=108_000,  # 30 minutes of play
         reward_clipping=False,  # Trap: True, the default, loses the score
         episodic_life=False,  # Trap: True restarts the game at each lost life
-        life_loss_info=True,  # a lost life terminates, and the game goes on
+        life_loss_info=True,  # a lost life terminates, but the game continues
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
 
