@@ -1,9 +1,11 @@
 """Helpers of the tests: short runs of a script, in this process or another, and comparisons."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,33 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("ppo_continuous", "a2c_atari", "a3c_atari", "dqn_per_atari", "qmix_smac")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["WANDB_MODE"] = "disabled"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process compiles, the others load
+    jax_cache = tempfile.TemporaryDirectory(prefix="jax-cache-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = jax_cache.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
     """One thread, as many tests may run beside each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def patched(tmp_path_factory):
+    """patched(script, variant): the patched script as a module of its own."""
+
+    def load_module(script, name):
+        folder = tmp_path_factory.mktemp(f"{script}_{name}")
+        path = shutil.copy(ROOT / f"{script}.py", folder)
+        patch = ROOT / "variants" / script / f"{name}.patch"
+        subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
+        spec = importlib.util.spec_from_file_location(f"{script}_{name}", path)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load_module
 
 
 def train(module, folder: Path, **flags) -> Path:

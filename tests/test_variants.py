@@ -4,7 +4,6 @@ The other scripts' variants are run and checked in test_variants_*.py.
 """
 
 import copy
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -32,26 +31,6 @@ PPO = {
     "rpo": dict(),
     "state_std": dict(ent_coef=0.01),
 }
-
-
-@pytest.fixture(scope="module")
-def patched(tmp_path_factory):
-    """patched(script, name): the patched script as a module."""
-    modules = {}
-
-    def make(script, name):
-        if (script, name) not in modules:
-            folder = tmp_path_factory.mktemp(name)
-            shutil.copy(ROOT / f"{script}.py", folder)
-            patch = ROOT / "variants" / script / f"{name}.patch"
-            subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
-            path = folder / f"{script}.py"
-            spec = importlib.util.spec_from_file_location(f"{script}_{name}", path)
-            modules[script, name] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(modules[script, name])
-        return modules[script, name]
-
-    return make
 
 
 # ----- Every script's variants -----

@@ -1,6 +1,5 @@
 """variants/a2c_atari and variants/a3c_atari: equations, short runs, exact resume, evaluation."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_same, load, logged, run, train
+from conftest import assert_same, load, logged, run, train
 from torch import nn
 from vectors_reader import cases, check
 
@@ -51,16 +50,11 @@ torch.save(parts["agent"].state_dict(), f"rank{rank}.pt")
 
 
 @pytest.fixture
-def variant(tmp_path_factory):
+def variant(patched):
     """variant(name): the patched script as a module, whose games are cut off."""
 
     def make(name, script="a2c_atari", frames=60):
-        folder, patch = tmp_path_factory.mktemp(name), ROOT / f"variants/{script}/{name}.patch"
-        path = shutil.copy(ROOT / f"{script}.py", folder)
-        subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
-        spec = importlib.util.spec_from_file_location(f"variant_{name}", path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = patched(script, name)
         if hasattr(module, "AtariVectorEnv"):
             make_envs, limit = module.AtariVectorEnv, {"max_num_frames_per_episode": frames}
             module.AtariVectorEnv = lambda **options: make_envs(**options | limit)

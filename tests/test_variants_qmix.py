@@ -6,12 +6,10 @@ import shutil
 
 import numpy as np
 import pytest
-import test_variants
 import torch
 from conftest import assert_same, load, logged, resume, train
 from test_qmix_smac import SHAPE, SMALL, make_games, minibatch, random_episodes
 
-patched = test_variants.patched  # a fixture: the patched script as a module
 quick = pytest.mark.quick
 PAYOFFS = np.array([[8, -12, -12], [-12, 0, 0], [-12, 0, 0]])  # not monotone: [WQMIX], [QPLEX]
 AGENTS = [0, 1, 2]
