@@ -140,7 +140,7 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
 
     Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
     episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
-    holds the final one. With `color`, observations are video frames (N, 1, 210, 160, 3).
+    holds the final one. With `color`, observations are video frames (N, 1, 420, 320, 3).
     """
     try:
         spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
@@ -156,8 +156,8 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
         frameskip=4,
         maxpool=True,  # over the last two frames, because sprites flicker ([DQN] Methods)
         grayscale=not color,
-        img_height=210 if color else 84,
-        img_width=160 if color else 84,
+        img_height=420 if color else 84,
+        img_width=320 if color else 84,
         stack_num=1 if color else args.frame_stack,
         noop_max=30,
         use_fire_reset=True,
@@ -170,11 +170,10 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
 
 
 class AtariEnvs:
-    """Parallel Atari environments that press FIRE on the first step of each life.
+    """Parallel Atari games that press FIRE on the first step of each life.
 
-    `fire` (N,) marks where the next step presses FIRE instead of the given action,
-    `executed_actions` (N,) are those of the last step. `episodes` maps environments to the (return,
-    length) of episodes that the last step ended: unclipped, over all lives, in agent steps.
+    `fire` (N,) marks where the next step presses FIRE, `executed_actions` (N,) are the last step's,
+    and `episodes` {environment: (return, length)} are those that it ended, unclipped, of all lives.
     """
 
     def __init__(self, args: Args, num_envs: int) -> None:
@@ -183,35 +182,31 @@ class AtariEnvs:
         self.obs_shape = self.envs.single_observation_space.shape
         self.num_actions = int(self.envs.single_action_space.n)
         action_set = self.envs.ale.get_action_set() if hasattr(self.envs, "ale") else []
-        self.fire_action = action_set.index(Action.FIRE) if Action.FIRE in action_set else None
+        self.has_fire = Action.FIRE in action_set
+        self.fire_action = action_set.index(Action.FIRE) if self.has_fire else 0
 
     def reset(self, seed: int, video_folder: Path | None) -> np.ndarray:
-        """Reset the environments. Returns observations (N, C, H, W)."""
-        self.seed = seed % (2**31 - self.num_envs)  # the others' follow
-        obs, info = self.envs.reset(seed=self.seed)
-        self.returns, self.lengths, no_frames = np.zeros((3, self.num_envs))
-        self.frames = info.get("episode_frame_number", no_frames)
-        self.fire = np.full(self.num_envs, self.fire_action is not None)
-        self.video_folder, self.video_actions = video_folder, []
+        """Reset the games. Returns observations (N, C, H, W)."""
+        obs, info = self.envs.reset(seed=seed)
+        self.returns, self.lengths = np.zeros((2, self.num_envs))
+        self.frames = info.get("episode_frame_number", 0)
+        self.fire = np.full(self.num_envs, self.has_fire)
+        self.seed, self.video_folder, self.video_actions = seed, video_folder, []
         return obs
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Step with actions (N,).
-
-        Returns the observations to act on, the next observations of the transitions (N, C, H, W),
-        rewards clipped to their sign, terminations (with `episodic_life` at a lost life too),
-        truncations (N,), and info. At an episode's end, the two observations differ.
+        """Returns the observations to act on, the transitions' next ones (different at an episode's
+        end), rewards clipped to their sign, terminations, truncations, and info.
         """
         # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
-        self.executed_actions = np.where(self.fire, self.fire_action or 0, actions)
+        self.executed_actions = np.where(self.fire, self.fire_action, actions)
         obs, rewards, terminations, truncations, info = self.envs.step(self.executed_actions)
         self.returns += rewards
         self.lengths += 1
         dones = terminations | truncations
-        self.fire = dones & (self.fire_action is not None)
-        # Trap: a lost life terminates too, and info["lives"] is already the next episode's; but
-        # the frame counter decreases only at an episode's end
-        frames = info.get("episode_frame_number", self.frames)
+        self.fire = dones & self.has_fire
+        # Trap: a lost life terminates too; only a new episode sets back the frame counter
+        frames = info.get("episode_frame_number", 0)
         episode_over, self.frames = dones & (frames <= self.frames), frames
         if not self.args.episodic_life:
             terminations = terminations & episode_over
@@ -219,17 +214,16 @@ class AtariEnvs:
             self.video_actions.append(self.executed_actions[:1])
             if episode_over[0]:
                 self.record_video()
-        ended = np.flatnonzero(episode_over)
-        self.episodes = {i: (self.returns[i], self.lengths[i]) for i in ended}
-        next_obs = obs
-        if self.episodes:
-            next_obs = obs.copy()
-            next_obs[ended] = np.stack(info["final_obs"][ended])
-            self.returns[ended] = self.lengths[ended] = 0
+        self.episodes = {}
+        next_obs = obs.copy() if episode_over.any() else obs
+        for i in np.flatnonzero(episode_over):
+            self.episodes[i] = (self.returns[i], self.lengths[i])
+            next_obs[i] = info["final_obs"][i]
+            self.returns[i] = self.lengths[i] = 0
         return obs, next_obs, np.sign(rewards, dtype=np.float32), terminations, truncations, info
 
     def record_video(self) -> None:
-        """Replay the first environment's episode in color from its seed and executed actions."""
+        """Replay the first game in color from its seed and actions."""
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
 
         self.video_folder.mkdir(parents=True, exist_ok=True)
@@ -237,9 +231,8 @@ class AtariEnvs:
         frames, _ = envs.reset(seed=self.seed)
         with FFMPEG_VideoWriter(f"{self.video_folder}/episode-0.mp4", (320, 420), fps=15) as video:
             for action in self.video_actions:
-                video.write_frame(frames[0, 0].repeat(2, axis=0).repeat(2, axis=1))
+                video.write_frame(frames[0, 0])
                 frames, *_ = envs.step(action)
-        envs.close()
         self.video_folder = None  # only the first episode is recorded
 
 

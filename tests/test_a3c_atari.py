@@ -68,7 +68,7 @@ class Tape:
         self.stops, self.rng_seeds = 0, []
         torch.manual_seed(0)
         envs = a3c.AtariEnvs(self.args, 1)
-        self.num_actions, self.fire_action = envs.num_actions, envs.fire_action
+        self.has_fire, self.fire_action = envs.has_fire, envs.fire_action
         make = agent or a3c.Agent
         self.model = make(envs.obs_shape, envs.num_actions, self.args)
         self.optimizers = make_optimizers(self.args, self.model)
@@ -193,7 +193,7 @@ def papers_gradient(tape, theta, rollout, state):
     for i, (row, (logits, value)) in enumerate(zip(rollout, outputs)):
         discount = args.gamma * args.gae_lambda
         advantage = sum(discount**k * delta for k, delta in enumerate(deltas[i:]))
-        if not row["fresh"] or tape.fire_action is None:  # else FIRE was pressed for the policy
+        if not (row["fresh"] and tape.has_fire):  # else FIRE was pressed for the policy
             policy = logits.softmax(0)
             loss = loss - policy[row["sampled"]].log() * advantage
             loss = loss + args.ent_coef * (policy * policy.log()).sum()

@@ -102,7 +102,7 @@ def test_games_are_the_plain_emulators(limit_games, env_id, num_envs, steps, lim
     for t in range(steps):
         actions = rng.integers(envs.num_actions, size=num_envs)
         np.testing.assert_array_equal(envs.fire, fire)
-        executed = np.where(fire, envs.fire_action, actions) if fire.any() else actions
+        executed = np.where(fire, envs.fire_action, actions)
         obs, next_obs, rewards, terminations, truncations, _ = envs.step(actions)
         np.testing.assert_array_equal(envs.executed_actions, executed)
         episodes = {}
@@ -116,7 +116,7 @@ def test_games_are_the_plain_emulators(limit_games, env_id, num_envs, steps, lim
             assert np.array_equal(next_obs[n, :3], previous[n, 1:]), (t, n)
             if t % 10 == n and not done:
                 np.testing.assert_allclose(obs[n, 3], game.pixels(), rtol=0, atol=1)
-            fire[n] = envs.fire_action is not None and (lost_life or done)
+            fire[n] = envs.has_fire and (lost_life or done)
             lost_lives += lost_life and not game_over
             if done:
                 assert (obs[n, :3] == 0).all()
