@@ -142,17 +142,14 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
     episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
     holds the final one. With `color`, observations are video frames (N, 1, 420, 320, 3).
     """
-    try:
-        spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
-    except (ImportError, gym.error.Error) as error:
-        sys.exit(f"error: cannot make {args.env_id}: {error}")
-    if not isinstance(spec.get("frameskip"), int):
+    spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
+    if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
         sys.exit(f"error: {args.env_id} is neither NameNoFrameskip-v4 nor ALE/Name-v5")
     return AtariVectorEnv(
-        game=spec["game"],
+        game=spec.kwargs["game"],
         num_envs=num_envs,
         num_threads=args.env_threads,
-        repeat_action_probability=spec["repeat_action_probability"],
+        repeat_action_probability=spec.kwargs["repeat_action_probability"],
         frameskip=4,
         maxpool=True,  # over the last two frames, because sprites flicker ([DQN] Methods)
         grayscale=not color,
@@ -185,13 +182,14 @@ class AtariEnvs:
         self.has_fire = Action.FIRE in action_set
         self.fire_action = action_set.index(Action.FIRE) if self.has_fire else 0
 
-    def reset(self, seed: int, video_folder: Path | None) -> np.ndarray:
+    def reset(self, seed: int, video_folder: Path) -> np.ndarray:
         """Reset the games. Returns observations (N, C, H, W)."""
         obs, info = self.envs.reset(seed=seed)
         self.returns, self.lengths = np.zeros((2, self.num_envs))
         self.frames = info.get("episode_frame_number", 0)
         self.fire = np.full(self.num_envs, self.has_fire)
-        self.seed, self.video_folder, self.video_actions = seed, video_folder, []
+        self.video_folder = video_folder if self.args.capture_video else None
+        self.seed, self.video_actions = seed, []
         return obs
 
     def step(self, actions: np.ndarray) -> tuple:

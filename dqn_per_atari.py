@@ -31,26 +31,21 @@ of the network estimates.
     \gamma^n    discounts         (B,)             discount of the bootstrap, 0 at termination
     s_{t+n}     next_obs          (B, 4, 84, 84)   observation to bootstrap from
     \delta_i    td_errors         (B,)             TD error, [PER] Alg. 1, line 11
-    p_i         priorities        (B,)             |delta_i| + 1e-6, [PER] Sec. 3.3
-    p_i^\alpha  tree.leaves       (buffer_size,)   [PER] App. B.2.1; alpha is per_alpha
-    P(i)        probabilities     (B,)             sampling probability, [PER] Eq. (1)
+    p_i^\alpha  tree.leaves       (buffer_size,)   p_i = |delta_i| + 1e-6, alpha = per_alpha
     w_i         weights           (B,)             importance-sampling weight, [PER] Sec. 3.4
 
 Differences from common implementations and the papers (reasons: docs/dqn_per_atari.md):
-  * Hyperparameters are labml's, but for the buffer (its 2^14), the length (its 32M steps), and the
-    first knot of epsilon (its 800,000 steps). Rewards are clipped and draws stratified.
-  * The target network is copied every 2,000 gradient steps. [DQN]'s table says 10,000, DQN Zoo
-    copies every 2,500.
-  * Priorities are of unclipped TD errors. Weights are divided by the minibatch's largest.
+  * Hyperparameters are labml's, except for the buffer, the length and epsilon's first knot.
+  * The target network is copied every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 2,500).
+  * Rewards are clipped, priorities are not. Weights are divided by the minibatch's largest.
   * Truncation is not termination: the n transitions before it are never drawn, since the buffer
     lacks the final observation to bootstrap from.
   * A lost life terminates the return, not the episode; FIRE is pressed on a life's first step.
-  * Checkpoints reset the environments and reseed all random generators, so that a resumed run is
-    bit-identical to an uninterrupted one.
+  * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
-    python dqn_per_atari.py --env-id BreakoutNoFrameskip-v4              # writes runs/Breakout...
-    python dqn_per_atari.py --resume runs/BreakoutNoFrameskip-v4__...    # resumes a run
-    python dqn_per_atari.py --evaluate runs/BreakoutNoFrameskip-v4__...  # evaluates its model
+    python dqn_per_atari.py --env-id PongNoFrameskip-v4  # writes runs/PongNoFrameskip-v4__...
+    python dqn_per_atari.py --resume runs/...            # resumes an interrupted run
+    python dqn_per_atari.py --evaluate runs/...          # evaluates a trained network
 """
 
 import contextlib
@@ -144,19 +139,16 @@ class Args:
 
     def check(self) -> None:
         """Exit on values that would silently train something else than intended."""
-        least = {"seed": 0, "env_threads": 0, "learning_starts": 0}
-        for name, value in vars(self).items():
-            if type(value) is int and value < least.get(name, 1):
-                sys.exit(f"error: --{name.replace('_', '-')} {value} is too small")
-        steps, rows = self.num_envs * self.num_steps, self.buffer_size // self.num_envs
+        steps = self.num_envs * self.num_steps
         if steps > min(self.checkpoint_interval, self.target_network_frequency):
             sys.exit(f"error: an interval is below the {steps} steps of an iteration")
+        rows = max(self.learning_starts, self.num_envs * (self.frame_stack + self.n_step))
+        if rows > min(self.buffer_size, self.total_timesteps):
+            sys.exit(f"error: --buffer-size or --total-timesteps is below {rows}")
+        if min(self.n_step, self.eval_episodes) < 1:
+            sys.exit("error: --n-step and --eval-episodes must be positive")
         if self.middle_fraction > self.end_fraction:
             sys.exit("error: --middle-fraction exceeds --end-fraction")
-        if rows < self.frame_stack + self.n_step:
-            sys.exit("error: --buffer-size is too small")
-        if self.learning_starts > min(rows * self.num_envs, self.total_timesteps):
-            sys.exit("error: --learning-starts exceeds --buffer-size or --total-timesteps")
 
 
 def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
@@ -166,17 +158,14 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
     episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
     holds the final one. With `color`, observations are video frames (N, 1, 420, 320, 3).
     """
-    try:
-        spec = gym.spec(args.env_id.replace("Deterministic", "NoFrameskip")).kwargs
-    except (ImportError, gym.error.Error) as error:
-        sys.exit(f"error: cannot make {args.env_id}: {error}")
-    if not isinstance(spec.get("frameskip"), int):
+    spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
+    if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
         sys.exit(f"error: {args.env_id} is neither NameNoFrameskip-v4 nor ALE/Name-v5")
     return AtariVectorEnv(
-        game=spec["game"],
+        game=spec.kwargs["game"],
         num_envs=num_envs,
         num_threads=args.env_threads,
-        repeat_action_probability=spec["repeat_action_probability"],
+        repeat_action_probability=spec.kwargs["repeat_action_probability"],
         frameskip=4,
         maxpool=True,  # over the last two frames, because sprites flicker ([DQN] Methods)
         grayscale=not color,
@@ -209,13 +198,14 @@ class AtariEnvs:
         self.has_fire = Action.FIRE in action_set
         self.fire_action = action_set.index(Action.FIRE) if self.has_fire else 0
 
-    def reset(self, seed: int, video_folder: Path | None) -> np.ndarray:
+    def reset(self, seed: int, video_folder: Path) -> np.ndarray:
         """Reset the games. Returns observations (N, C, H, W)."""
         obs, info = self.envs.reset(seed=seed)
         self.returns, self.lengths = np.zeros((2, self.num_envs))
         self.frames = info.get("episode_frame_number", 0)
         self.fire = np.full(self.num_envs, self.has_fire)
-        self.seed, self.video_folder, self.video_actions = seed, video_folder, []
+        self.video_folder = video_folder if self.args.capture_video else None
+        self.seed, self.video_actions = seed, []
         return obs
 
     def step(self, actions: np.ndarray) -> tuple:
@@ -328,13 +318,12 @@ class SumTree:
     """A binary tree whose leaves are p_i^alpha and whose nodes sum their children, [PER] B.2.1.
 
     Node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half.
-    Detail: in float32, a draw from a million leaves would be rounded to a sixteenth of a leaf.
     """
 
     def __init__(self, num_leaves: int) -> None:
         self.depth = (num_leaves - 1).bit_length()
         self.first_leaf = 2**self.depth
-        self.nodes = np.zeros(2 * self.first_leaf)
+        self.nodes = np.zeros(2 * self.first_leaf)  # Detail: float32 would distort the draws
         self.leaves = self.nodes[self.first_leaf :][:num_leaves]  # a view
 
     def set(self, leaves, values) -> None:
@@ -366,7 +355,6 @@ class Priorities:
     r"""Draws rows with probabilities P(i) = p_i^\alpha / \sum_k p_k^\alpha, [PER] Eq. (1)."""
 
     def __init__(self, args: Args, num_rows: int) -> None:
-        self.stratified = args.prioritized
         self.alpha = args.per_alpha if args.prioritized else 0.0  # p^0 = 1: uniform
         self.tree, self.max_priority = SumTree(num_rows), 1.0
 
@@ -375,10 +363,10 @@ class Priorities:
         self.tree.set(rows, valid * self.max_priority**self.alpha)
 
     def draw(self, batch_size: int, beta: float) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and weights (B,). Stratified: one row from each of B equal parts of the total."""
+        """Rows and weights (B,). By priority, one row from each of B equal parts of the total."""
         total = self.tree.nodes[1]
         uniform = torch.rand(batch_size, dtype=torch.float64).numpy()
-        if self.stratified:  # [PER] App. B.2.1
+        if self.alpha:  # stratified, [PER] App. B.2.1
             uniform = (np.arange(batch_size) + uniform) / batch_size
         rows = self.tree.find(uniform * total)
         return rows, importance_weights(self.tree.leaves[rows] / total, beta)
@@ -388,31 +376,6 @@ class Priorities:
         priorities = np.abs(td_errors.astype(float)) + 1e-6
         self.tree.set(rows, priorities**self.alpha)
         self.max_priority = max(self.max_priority, float(priorities.max()))
-
-
-PIECE = 4096  # frames that are compressed together
-
-
-def pack(frames: np.ndarray) -> list[Tensor]:
-    """Compress frames (K, ...): each line of the screen in PIECE frames, then the next line."""
-    pieces = (frames[k : k + PIECE] for k in range(0, len(frames), PIECE))
-    with ThreadPoolExecutor(8) as pool:
-        packed = pool.map(lambda piece: zlib.compress(piece.swapaxes(0, 1).copy(), 1), pieces)
-        return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
-
-
-def unpack(packed: list[Tensor], frames: np.ndarray) -> None:
-    for k, data in enumerate(packed):
-        piece = frames[k * PIECE :][:PIECE].swapaxes(0, 1)
-        piece[:] = np.frombuffer(zlib.decompress(data.numpy()), frames.dtype).reshape(piece.shape)
-
-
-def check_memory(needed: int) -> None:
-    """Exit if the replay buffer, whose memory is allocated as it fills, will not fit."""
-    with contextlib.suppress(OSError):  # not Linux
-        free = 1024 * int(Path("/proc/meminfo").read_text().split()[7])  # MemAvailable
-        if needed > free:
-            sys.exit(f"error: --buffer-size needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free")
 
 
 class Replay:
@@ -425,17 +388,19 @@ class Replay:
         priority    0    0    0    > 0  ?    ?    > 0  > 0  > 0  0    0
                     ----(1)-----        --(2)--                  --(3)--
 
-    (1) A frame of their stack has been overwritten. (2) Their s_{t+n} would lie beyond the end of
-    f: only after a termination, which needs no bootstrap, can they be drawn. (3) Their s_{t+n} is
-    still to come.
+    Rows of priority 0 are never drawn. (1) A frame of their stack has been overwritten. (2) Their
+    s_{t+n} would lie beyond the end of f: they need a termination, which needs no bootstrap. (3)
+    Their s_{t+n} is still to come.
     """
+
+    ARRAYS = ("actions", "rewards", "terminations", "ages", "leaves")  # in checkpoints as they are
 
     def __init__(self, args: Args, obs_space: gym.spaces.Box) -> None:
         self.num_envs, self.n_step, self.gamma = args.num_envs, args.n_step, args.gamma
         self.frame_stack, *shape = obs_space.shape
         self.num_rows = rows = args.buffer_size // args.num_envs * args.num_envs
-        check_memory(min(rows, args.total_timesteps) * math.prod(shape) * obs_space.dtype.itemsize)
-        self.frames = np.zeros((rows, *shape), obs_space.dtype)
+        self.frames = np.zeros((rows, *shape), obs_space.dtype)  # allocated as they are written
+        check_memory(self.frames[: args.total_timesteps].nbytes)
         self.actions, self.rewards = np.zeros(rows, int), np.zeros(rows, np.float32)
         self.terminations = np.zeros(rows, bool)
         self.ages = np.zeros(rows, int)  # steps of the episode before this one
@@ -477,8 +442,7 @@ class Replay:
         return stack_frames(self.frames, self.ages, rows, self.num_envs, self.frame_stack)
 
     def state_dict(self) -> dict:
-        arrays = {k: x for k, x in vars(self).items() if isinstance(x, np.ndarray)}
-        state = {k: torch.from_numpy(x) for k, x in arrays.items()}
+        state = {name: torch.from_numpy(getattr(self, name)) for name in self.ARRAYS}
         state |= {"frames": pack(self.frames[: self.count]), "settings": self.settings}
         return state | {"count": self.count, "max_priority": self.priorities.max_priority}
 
@@ -487,9 +451,8 @@ class Replay:
             raise ValueError("a replay of another --num-envs, --n-step or --per-alpha")
         self.count, self.priorities.max_priority = state["count"], state["max_priority"]
         unpack(state["frames"], self.frames[: self.count])
-        for k, x in vars(self).items():
-            if isinstance(x, np.ndarray) and k != "frames":
-                x[:] = state[k]
+        for name in self.ARRAYS:
+            getattr(self, name)[:] = state[name]
         self.priorities.tree.set(np.arange(self.num_rows), self.leaves)
 
 
@@ -530,8 +493,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     envs = AtariEnvs(args, args.num_envs)
     q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device)
     target_network = copy.deepcopy(q_network).requires_grad_(False)
-    lr, eps = args.learning_rate, args.adam_eps
-    optimizer = torch.optim.Adam(q_network.parameters(), lr, eps=eps, fused=True)
+    adam = {"lr": args.learning_rate, "eps": args.adam_eps}
+    optimizer = torch.optim.Adam(q_network.parameters(), **adam, fused=True)
     replay = Replay(args, envs.envs.single_observation_space)
 
     # Everything a checkpoint must hold
@@ -539,10 +502,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     if args.checkpoint_replay:
         parts["replay"] = replay
     global_step = start = restore(parts, checkpoint) if checkpoint else 0
-    saved = checkpoint["args"] if checkpoint else vars(args)
-    if (lr, eps) != (saved["learning_rate"], saved["adam_eps"]):  # changed for the resumed run
-        for group in optimizer.param_groups:
-            group.update(lr=lr, eps=eps)
+    for group in optimizer.param_groups:
+        group |= adam  # flags given at a resume
     iteration_steps = args.num_envs * args.num_steps
     last_step = math.ceil(args.total_timesteps / iteration_steps) * iteration_steps
     run = Run(args, folder, checkpoint, parts, last_step)
@@ -591,16 +552,13 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if global_step % args.target_network_frequency < iteration_steps:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
-        names = updates[0] if updates else ()
-        metrics = {name: float(sum(m[name] for m in updates)) / len(updates) for name in names}
-        if not math.isfinite(sum(metrics.values())):
-            raise FloatingPointError(
-                f"the loss or its gradient is not finite at step {global_step}"
-            )
+        scalars = {"charts/epsilon": epsilon, "charts/per_beta": beta}
+        for name in updates[0] if updates else ():
+            scalars[f"losses/{name}"] = float(sum(m[name] for m in updates)) / len(updates)
+        if not math.isfinite(sum(scalars.values())):
+            raise FloatingPointError(f"the loss or its gradient is not finite at {global_step}")
         if global_step // iteration_steps % args.log_interval == 0 or global_step == last_step:
-            run.log(global_step, {f"losses/{name}": value for name, value in metrics.items()})
-            run.log(global_step, {"charts/epsilon": epsilon, "charts/per_beta": beta})
-            run.log(global_step, {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
+            run.log(global_step, scalars)
             run.progress(global_step)
 
     envs.envs.close()
@@ -632,6 +590,26 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
     return returns
+
+
+def check_memory(needed: int) -> None:
+    """Exit if the replay buffer will not fit into memory once it is full."""
+    with contextlib.suppress(OSError):  # not Linux
+        free = 1024 * int(Path("/proc/meminfo").read_text().split()[7])  # MemAvailable
+        if needed > free:
+            sys.exit(f"error: --buffer-size needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free")
+
+
+def pack(frames: np.ndarray) -> list[Tensor]:
+    """Compress frames (K, H, ...), each line of the screen on its own: it hardly changes."""
+    with ThreadPoolExecutor(8) as pool:
+        packed = pool.map(lambda line: zlib.compress(line.copy(), 1), frames.swapaxes(0, 1))
+        return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
+
+
+def unpack(packed: list[Tensor], frames: np.ndarray) -> None:
+    for line, data in zip(frames.swapaxes(0, 1), packed):
+        line[:] = np.frombuffer(zlib.decompress(data.numpy()), line.dtype).reshape(line.shape)
 
 
 def speed_up_cpu() -> None:
