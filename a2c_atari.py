@@ -25,22 +25,19 @@ an entropy bonus that encourages exploration.
     r_t            rewards     (T, N)          reward, clipped to its sign; at truncation + gamma V
     R_t            returns     (T, N)          n-step return, [A3C] Alg. S3
     V(s_t)         values      (T, N)          value estimate
-    \log\pi(a|s)   logprobs    (T, N)          log-probability of the sampled action
+    \log\pi(a|s)   logprobs    (T, N)          its log-probability, 0 if FIRE is pressed instead
     H(\pi(s))      entropies   (T, N)          entropy of the policy
     \beta          ent_coef                    weight of the entropy bonus, [A3C] Sec. 4
-    g              square_avg                  average of squared gradients, [A3C] Sec. 4
 
 Differences from common implementations (reasons: docs/a2c_atari.md):
   * RMSprop is TensorFlow's: epsilon is inside the root and the average starts at one. The first
     steps of PyTorch's (`--torch-rmsprop`) are thousands of times larger.
   * A lost life ends the return, not the episode. On the first step of each life FIRE is pressed,
-    because Breakout stalls if the policy never does; the policy loss masks out these steps.
+    which the policy loss masks out.
   * [A3C] has a smaller network, anneals the learning rate (`--anneal-lr`), sums where this
     averages, and does not clip gradients.
-  * Truncated episodes bootstrap from the value of their final observation ([TIME]): it is added to
-    the last reward. In ale-py 0.12.1 the newest frame of that observation is stale.
-  * ale-py takes the maximum over two gray frames (Stable-Baselines3: over colors) and pads the
-    first frame stack of an episode with zeros.
+  * The value of a truncated episode's final observation is added to its last reward ([TIME]). In
+    ale-py 0.12.1 the newest frame of that observation is stale.
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
     python a2c_atari.py --env-id BreakoutNoFrameskip-v4  # writes runs/BreakoutNoFrameskip-v4__...
@@ -90,7 +87,7 @@ class Args:
     num_envs: int = 16  # N: parallel environments
     num_steps: int = 5  # t_max: steps per environment and update
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 1.0  # lambda of the lambda-return; 1 is the paper's n-step return
+    gae_lambda: float = 1.0  # lambda of the lambda-return; 1: n-step returns, the paper's
     episodic_life: bool = True  # end the return at a lost life
     bootstrap_truncation: bool = True  # bootstrap at truncation
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
@@ -102,8 +99,8 @@ class Args:
     rmsprop_eps: float = 1e-5  # added to that average (with --torch-rmsprop: to its root)
     torch_rmsprop: bool = False  # use PyTorch's RMSprop
     frame_stack: int = 4  # frames per observation
-    conv3_filters: int = 64  # filters of the third convolution (OpenAI Baselines: 32)
-    bf16: bool = False  # compute in bfloat16 (faster on some processors, far slower on others)
+    conv3_filters: int = 64  # filters of the third convolution
+    bf16: bool = False  # compute in bfloat16 (on some processors far slower)
     greedy: bool = False  # evaluate the greedy policy instead of sampling actions
     env_threads: int = 0  # the emulator's threads (0: one per core)
     log_interval: int = 100  # how often to log losses (in updates)
@@ -127,12 +124,11 @@ class Args:
     eval_episodes: int = 10  # evaluation episodes
 
     def check(self) -> None:
-        """Exit on values that would silently train something else than intended."""
-        size, counts = self.num_envs * self.num_steps, (self.log_interval, self.eval_episodes)
-        if min(size, self.total_timesteps, *counts, self.env_threads + 1, self.seed + 1) < 1:
-            sys.exit("error: steps and episodes must be positive, the seed not negative")
-        if size > self.checkpoint_interval:
-            sys.exit(f"error: --checkpoint-interval is below the batch size of {size}")
+        """Exit on values that would train something else than intended, or fail hours later."""
+        if self.num_envs * self.num_steps > self.checkpoint_interval:
+            sys.exit("error: --checkpoint-interval is below --num-envs times --num-steps")
+        if min(self.total_timesteps, self.eval_episodes) < 1:
+            sys.exit("error: there must be steps to train and episodes to evaluate")
 
 
 def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
@@ -140,7 +136,7 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
 
     Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
     episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
-    holds the final one. With `color`, observations are video frames (N, 1, 420, 320, 3).
+    holds the final one. `color` is for videos.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -182,7 +178,7 @@ class AtariEnvs:
         self.has_fire = Action.FIRE in action_set
         self.fire_action = action_set.index(Action.FIRE) if self.has_fire else 0
 
-    def reset(self, seed: int, video_folder: Path) -> np.ndarray:
+    def reset(self, seed: int, video_folder: Path | None) -> np.ndarray:
         """Reset the games. Returns observations (N, C, H, W)."""
         obs, info = self.envs.reset(seed=seed)
         self.returns, self.lengths = np.zeros((2, self.num_envs))
@@ -268,6 +264,7 @@ class Agent(nn.Module):
         return Categorical(logits=logits, validate_args=False), values.squeeze(-1)
 
 
+@torch.no_grad()
 def compute_returns(rewards, values, last_value, dones, gamma, gae_lambda=1.0) -> Tensor:
     r"""Returns (T, N) from tensors (T, N) and the value (N,) of the observation after the rollout.
 
@@ -283,14 +280,14 @@ def compute_returns(rewards, values, last_value, dones, gamma, gae_lambda=1.0) -
     return returns
 
 
-def a2c_loss(logprobs, values, entropies, returns, policy_mask, args) -> tuple[Tensor, dict]:
+def a2c_loss(logprobs, values, entropies, returns, args: Args) -> tuple[Tensor, dict]:
     r"""The loss, to be minimized, and metrics, all of shape (), from tensors (T, N).
 
     -\log\pi(a|s) (R - V) - \beta H(\pi(s)) + vf_coef (R - V)^2, averaged ([A3C] Sec. 4, Alg. S3).
-    Advantages are constants. `policy_mask` is 0 where FIRE was pressed instead.
+    Advantages are constants.
     """
     advantages = (returns - values).detach()
-    policy_loss = -(policy_mask * logprobs * advantages).mean()
+    policy_loss = -(logprobs * advantages).mean()
     value_loss = (returns - values).square().mean()
     entropy = entropies.mean()
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
@@ -299,22 +296,20 @@ def a2c_loss(logprobs, values, entropies, returns, policy_mask, args) -> tuple[T
 
 
 class RMSprop(torch.optim.Optimizer):
-    r"""TensorFlow's RMSprop without momentum ([A3C] Sec. 4). g starts at one.
+    r"""TensorFlow's RMSprop without momentum ([A3C] Sec. 4). g, `square_avg`, starts at one.
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2
     \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
     """
 
-    def __init__(self, params, lr: float, alpha: float = 0.99, eps: float = 1e-5) -> None:
+    def __init__(self, params, lr: float, alpha: float, eps: float) -> None:
         super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps})
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             alpha, eps, lr = group["alpha"], group["eps"], group["lr"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            for parameter in [p for p in group["params"] if p.grad is not None]:
                 grad, state = parameter.grad, self.state[parameter]
                 if not state:
                     state["square_avg"] = torch.ones_like(parameter)
@@ -333,7 +328,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: tuple, args:
 
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
-    """Train from scratch or from a checkpoint. Raises FloatingPointError on infinite gradients."""
+    """Train from scratch or from a checkpoint."""
     args.check()
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -341,10 +336,11 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, N)
     agent = Agent(envs.obs_shape, envs.num_actions, args.conv3_filters).to(device)
-    optimizer_class = torch.optim.RMSprop if args.torch_rmsprop else RMSprop
-    options = {"lr": args.learning_rate, "alpha": args.rmsprop_alpha, "eps": args.rmsprop_eps}
-    optimizer = optimizer_class(agent.parameters(), **options)
-    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    rmsprop = torch.optim.RMSprop if args.torch_rmsprop else RMSprop
+    optimizer = rmsprop(
+        agent.parameters(), args.learning_rate, args.rmsprop_alpha, args.rmsprop_eps
+    )
+    settings = [dict(group) for group in optimizer.param_groups]
 
     parts = {"agent": agent, "optimizer": optimizer}  # everything a checkpoint must hold
     global_step = start = restore(parts, checkpoint) if checkpoint else 0
@@ -355,23 +351,22 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
             seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
-            videos = folder / "videos" / str(global_step) if args.capture_video else None
-            obs = envs.reset(seed, videos)
-        for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-            group["lr"] = learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
+            obs = envs.reset(seed, folder / "videos" / str(global_step))
+        for group, setting in zip(optimizer.param_groups, settings):
+            group.update(setting)  # the flags' instead of the checkpoint's
+            group["lr"] *= 1 - global_step / last_step if args.anneal_lr else 1
 
         # Collect T steps in each environment, keeping their graph: [A3C] Alg. S3, inner "repeat"
         logprobs, values, entropies = [], [], []
-        rewards, policy_mask = np.zeros((2, T, N), np.float32)
-        dones = np.zeros((T, N), bool)
+        rewards, dones = np.zeros((T, N), np.float32), np.zeros((T, N), bool)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             for t in range(T):
                 policy, value = agent(torch.from_numpy(obs).to(device))
                 actions = policy.sample()
-                logprobs.append(policy.log_prob(actions))
+                chosen = torch.from_numpy(~envs.fire).to(device)  # else FIRE is pressed instead
+                logprobs.append(policy.log_prob(actions) * chosen)
                 values.append(value)
                 entropies.append(policy.entropy())
-                policy_mask[t] = ~envs.fire
                 transition = envs.step(actions.cpu().numpy())
                 obs, next_obs, rewards[t], terminations, truncations, _ = transition
                 dones[t] = terminations | truncations
@@ -387,14 +382,11 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 
         # Compute the returns: [A3C] Alg. S3, R = r_i + gamma R
         logprobs, values, entropies = map(torch.stack, (logprobs, values, entropies))
-        arrays = (rewards, policy_mask, dones)
-        rewards, policy_mask, dones = [torch.from_numpy(x).to(device) for x in arrays]
-        targets = (rewards, values.detach(), last_value, dones)
-        returns = compute_returns(*targets, args.gamma, args.gae_lambda)
+        rewards, dones = torch.from_numpy(rewards).to(device), torch.from_numpy(dones).to(device)
+        returns = compute_returns(rewards, values, last_value, dones, args.gamma, args.gae_lambda)
 
-        # Take one gradient step: [A3C] Alg. S3, the gradients and the update
-        rollout = (logprobs, values, entropies, returns, policy_mask)
-        metrics = update(agent, optimizer, rollout, args)
+        # Take one gradient step
+        metrics = update(agent, optimizer, (logprobs, values, entropies, returns), args)
         if not math.isfinite(metrics["grad_norm"]):
             raise FloatingPointError(f"the gradient is not finite at step {global_step}")
 
@@ -421,8 +413,8 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs = AtariEnvs(args, args.eval_episodes)
     agent = Agent(envs.obs_shape, envs.num_actions, args.conv3_filters).to(device).eval()
     global_step = restore({"agent": agent}, model)
-    videos = folder / "videos" / "evaluation" if args.capture_video else None
-    obs, ended = envs.reset(seed_everything(args.seed, global_step, 1), videos), {}
+    seed = seed_everything(args.seed, global_step, 1)
+    obs, ended = envs.reset(seed, folder / "videos" / "evaluation"), {}
     for _ in range(EVAL_STEPS):
         policy, _ = agent(torch.from_numpy(obs).to(device))
         actions = policy.mode if args.greedy else policy.sample()
@@ -432,7 +424,6 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
             break
     else:
         print(f"note: evaluation episodes were cut off after {EVAL_STEPS} steps")
-    envs.envs.close()
     returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
     return returns

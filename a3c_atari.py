@@ -197,7 +197,7 @@ class AtariEnvs:
         self.has_fire = Action.FIRE in action_set
         self.fire_action = action_set.index(Action.FIRE) if self.has_fire else 0
 
-    def reset(self, seed: int, video_folder: Path) -> np.ndarray:
+    def reset(self, seed: int, video_folder: Path | None) -> np.ndarray:
         """Reset the games. Returns observations (N, C, H, W)."""
         obs, info = self.envs.reset(seed=seed)
         self.returns, self.lengths = np.zeros((2, self.num_envs))

@@ -45,6 +45,17 @@ def patched(tmp_path_factory):
     return load_module
 
 
+@pytest.fixture
+def limit_games(monkeypatch):
+    """A function that truncates the episodes of a script's games after so many frames."""
+
+    def limit(module, frames):
+        make, settings = module.AtariVectorEnv, {"max_num_frames_per_episode": frames}
+        monkeypatch.setattr(module, "AtariVectorEnv", lambda **kw: make(**kw | settings))
+
+    return limit
+
+
 def train(module, folder: Path, **flags) -> Path:
     """Train in this process, in `folder`. Returns the folder."""
     module.train(module.Args(**flags), Path(folder), None)

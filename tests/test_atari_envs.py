@@ -18,18 +18,6 @@ def make_args(**options):
     return a2c.Args(**dict(num_envs=2, env_threads=1, torch_threads=1, cuda=False) | options)
 
 
-@pytest.fixture
-def limit_games(monkeypatch):
-    """A function that truncates episodes after so many frames."""
-
-    def limit(frames):
-        make = a2c.AtariVectorEnv
-        settings = {"max_num_frames_per_episode": frames}
-        monkeypatch.setattr(a2c, "AtariVectorEnv", lambda **kw: make(**kw | settings))
-
-    return limit
-
-
 class Plain:
     """A game of the plain emulator: four frames per step, its own counters of lives and frames."""
 
@@ -90,7 +78,7 @@ def shrink(size):
 )
 def test_games_are_the_plain_emulators(limit_games, env_id, num_envs, steps, limit, episodic_life):
     """Frames, rewards, terminations, FIRE, and whole episodes, unclipped, over all lives."""
-    limit_games(limit)
+    limit_games(a2c, limit)
     args, rng = make_args(env_id=env_id, episodic_life=episodic_life), np.random.default_rng(0)
     envs = a2c.AtariEnvs(args, num_envs)
     previous = envs.reset(3, None)
@@ -162,7 +150,7 @@ def test_videos_show_the_episodes_that_were_played(tmp_path, monkeypatch, limit_
     """The replay of seed and actions earns the rewards that training or evaluation did."""
     from imageio_ffmpeg import read_frames
 
-    limit_games(160)
+    limit_games(a2c, 160)
     earned, replayed = [], []
 
     def make_atari(args, num_envs, color=False, make_atari=a2c.make_atari):

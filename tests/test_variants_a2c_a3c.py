@@ -107,7 +107,7 @@ def test_ppo_takes_each_step_once_in_every_epoch_and_begins_as_a2c(variant, tmp_
         if len(minibatches) % 6 == 0:
             obs, actions, mask, _, old_values, advantages, returns = minibatch
             policy, values = agent(obs)
-            rollout = (policy.log_prob(actions), values, policy.entropy(), returns, mask)
+            rollout = (policy.log_prob(actions) * mask, values, policy.entropy(), returns)
             loss, metrics = module.ppo_loss(agent, minibatch, ppo_args)
             assert metrics["approx_kl"].abs() < 1e-6
             torch.testing.assert_close(advantages, returns - old_values)
