@@ -24,18 +24,16 @@ of the network estimates.
 
     symbol      variable          shape            meaning (N num_envs, n n_step, B batch_size)
     s_t         obs               (N, 4, 84, 84)   the last frame_stack frames, uint8
-    Q(s, a)     q_network         (B, num_actions) action values, parameters theta
-    Q'(s, a)    target_network    (B, num_actions) the same with older parameters theta-minus
-    V, A        value, advantage  (B, 1), as Q     the streams of Q, [DUEL] Eq. (9)
+    Q(s, a)     q_network         (B, num_actions) action values
+    Q'(s, a)    target_network    (B, num_actions) the same with older parameters
     R^(n)       returns           (B,)             n-step return, [RBW] "Multi-step learning"
     \gamma^n    discounts         (B,)             discount of the bootstrap, 0 at termination
     s_{t+n}     next_obs          (B, 4, 84, 84)   observation to bootstrap from
     \delta_i    td_errors         (B,)             TD error, [PER] Alg. 1, line 11
-    p_i^\alpha  tree.leaves       (buffer_size,)   p_i = |delta_i| + 1e-6, alpha = per_alpha
+    p_i^\alpha  leaves            (buffer_size,)   p_i = |delta_i| + 1e-6, alpha = per_alpha
     w_i         weights           (B,)             importance-sampling weight, [PER] Sec. 3.4
 
 Differences from common implementations and the papers (reasons: docs/dqn_per_atari.md):
-  * Hyperparameters are labml's, except for the buffer, the length and epsilon's first knot.
   * The target network is copied every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 2,500).
   * Rewards are clipped, priorities are not. Weights are divided by the minibatch's largest.
   * Truncation is not termination: the n transitions before it are never drawn, since the buffer
@@ -91,15 +89,15 @@ class Args:
     total_timesteps: int = 10_000_000  # agent steps (four frames) of all environments
     num_envs: int = 8  # N: parallel environments
     num_steps: int = 4  # steps per environment and iteration
-    train_frequency: int = 4  # agent steps per gradient step, whatever num_envs is
-    target_network_frequency: int = 8_000  # agent steps between copies to the target network
+    train_frequency: int = 4  # agent steps of all environments per gradient step
+    target_network_frequency: int = 8_000  # agent steps between copies to target_network
     batch_size: int = 32  # B: transitions per minibatch
     buffer_size: int = 1_000_000  # transitions in the replay buffer (7.1 kB each)
     learning_starts: int = 16_384  # transitions stored before the first gradient step
     gamma: float = 0.99  # discount factor
     n_step: int = 1  # n: rewards summed before the bootstrap
     double: bool = True  # select with q_network the action that target_network evaluates
-    dueling: bool = True  # separate the network into a value and an advantage stream
+    dueling: bool = True  # a value and an advantage stream in the network
     prioritized: bool = True  # draw minibatches by priority, not uniformly
     per_alpha: float = 0.6  # alpha: priority exponent
     per_beta: float = 0.4  # initial beta, annealed linearly to 1
@@ -145,10 +143,8 @@ class Args:
         rows = max(self.learning_starts, self.num_envs * (self.frame_stack + self.n_step))
         if rows > min(self.buffer_size, self.total_timesteps):
             sys.exit(f"error: --buffer-size or --total-timesteps is below {rows}")
-        if min(self.n_step, self.eval_episodes) < 1:
-            sys.exit("error: --n-step and --eval-episodes must be positive")
-        if self.middle_fraction > self.end_fraction:
-            sys.exit("error: --middle-fraction exceeds --end-fraction")
+        if self.n_step < 1 or self.middle_fraction > self.end_fraction:
+            sys.exit("error: --n-step is below 1, or --middle-fraction exceeds --end-fraction")
 
 
 def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
@@ -198,7 +194,7 @@ class AtariEnvs:
         self.has_fire = Action.FIRE in action_set
         self.fire_action = action_set.index(Action.FIRE) if self.has_fire else 0
 
-    def reset(self, seed: int, video_folder: Path) -> np.ndarray:
+    def reset(self, seed: int, video_folder: Path | None) -> np.ndarray:
         """Reset the games. Returns observations (N, C, H, W)."""
         obs, info = self.envs.reset(seed=seed)
         self.returns, self.lengths = np.zeros((2, self.num_envs))
@@ -276,11 +272,7 @@ class QNetwork(nn.Module):
         self.to(memory_format=torch.channels_last)  # the faster memory layout
 
     def forward(self, obs: Tensor) -> Tensor:
-        """Q (B, num_actions) of observations (B, frame_stack, 84, 84) in uint8.
-
-        Q(s, a) = V(s) + A(s, a) - mean_a' A(s, a'), [DUEL] Eq. (9). Without the mean, V and A are
-        not identifiable.
-        """
+        """Q(s, a) = V(s) + A(s, a) - mean_a' A(s, a') (B, num_actions), [DUEL] Eq. (9)."""
         obs = obs.contiguous(memory_format=torch.channels_last)  # while it is still uint8
         hidden = self.trunk(obs.float() / 255)
         if not self.dueling:
@@ -289,23 +281,11 @@ class QNetwork(nn.Module):
         return value + advantage - advantage.mean(dim=1, keepdim=True)
 
 
-def stack_frames(frames, ages, rows, num_envs: int, frame_stack: int):
-    """Observations (B, frame_stack, ...) at rows (B,), from a ring of single frames (M, ...).
-
-    Storing a frame once takes 1/8 of the memory. The previous frame of an environment is num_envs
-    rows back; before the first frame of an episode, ages (M,) steps back, frames are blank.
-    """
-    back = np.arange(frame_stack - 1, -1, -1)
-    stacks = frames[(rows[:, None] - back * num_envs) % len(frames)]
-    stacks[back > ages[rows, None]] = 0
-    return stacks
-
-
-def n_step_returns(rewards, terminations, gamma: float) -> tuple[np.ndarray, np.ndarray]:
+def n_step_returns(rewards, terminations, gamma: float):
     r"""Returns and discounts (B,) from n steps' rewards and terminations (B, n).
 
-    R^(n) = \sum_{k<n} \gamma^k r_{t+k}, [RBW] "Multi-step learning", no further than a termination.
-    Its bootstrap is discounted by \gamma^n, or by 0 after a termination.
+    R^(n) = \sum_{k<n} \gamma^k r_{t+k}, [RBW] "Multi-step learning", up to a termination. The
+    bootstrap's discount is \gamma^n, or 0 after a termination.
     """
     returns, discounts = np.zeros(len(rewards)), np.ones(len(rewards))
     for k in range(rewards.shape[1]):
@@ -314,103 +294,83 @@ def n_step_returns(rewards, terminations, gamma: float) -> tuple[np.ndarray, np.
     return returns, discounts
 
 
-class SumTree:
-    """A binary tree whose leaves are p_i^alpha and whose nodes sum their children, [PER] B.2.1.
+class Priorities:
+    r"""Draws rows with probability P(i) = p_i^\alpha / \sum_k p_k^\alpha, [PER] Eq. (1).
 
-    Node 1 is the root, the children of node k are 2k and 2k + 1, the leaves are the last half.
+    The leaves of a binary tree are p_i^\alpha, and node k is the sum of nodes 2k and 2k + 1, [PER]
+    App. B.2.1.
     """
 
-    def __init__(self, num_leaves: int) -> None:
-        self.depth = (num_leaves - 1).bit_length()
-        self.first_leaf = 2**self.depth
-        self.nodes = np.zeros(2 * self.first_leaf)  # Detail: float32 would distort the draws
-        self.leaves = self.nodes[self.first_leaf :][:num_leaves]  # a view
+    def __init__(self, args: Args, num_rows: int) -> None:
+        self.alpha = args.per_alpha if args.prioritized else 0.0  # p^0 = 1: uniform
+        self.max_priority, self.depth = 1.0, (num_rows - 1).bit_length()
+        self.nodes = np.zeros(2 ** (self.depth + 1))  # Detail: float32 would distort the draws
+        self.leaves = self.nodes[2**self.depth :][:num_rows]  # a view
 
-    def set(self, leaves, values) -> None:
-        """Write values (K,) to leaves (K,). Of duplicate leaves, the last value stays."""
-        nodes = self.first_leaf + leaves
-        self.nodes[nodes] = values
+    def set(self, rows, leaves) -> None:
+        """Set the leaves (K,) of rows (K,). Of duplicate rows, the last stays."""
+        nodes = 2**self.depth + rows
+        self.nodes[nodes] = leaves
         for _ in range(self.depth):
             nodes = nodes // 2
             self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
 
     def find(self, values):
-        """The leaves (K,) in whose part of the prefix sum the values (K,) in [0, total) lie."""
+        """The rows (K,) in whose part of the prefix sum the values (K,) lie."""
         nodes = np.ones(len(values), int)
         for _ in range(self.depth):
             left, right = self.nodes[2 * nodes], self.nodes[2 * nodes + 1]
-            # Trap: without `right > 0`, a value rounded up to the total would find a zero leaf
+            # Trap: without `right > 0`, a value rounded up would find a zero leaf
             goes_right = (values >= left) & (right > 0)
             values = values - left * goes_right
             nodes = 2 * nodes + goes_right
-        return nodes - self.first_leaf
-
-
-def importance_weights(probabilities, beta: float):
-    r"""w_i = (M P(i))^{-\beta} / \max_j w_j (B,), [PER] Alg. 1, line 10. M, the rows, cancels."""
-    return (probabilities / probabilities.min()) ** -beta
-
-
-class Priorities:
-    r"""Draws rows with probabilities P(i) = p_i^\alpha / \sum_k p_k^\alpha, [PER] Eq. (1)."""
-
-    def __init__(self, args: Args, num_rows: int) -> None:
-        self.alpha = args.per_alpha if args.prioritized else 0.0  # p^0 = 1: uniform
-        self.tree, self.max_priority = SumTree(num_rows), 1.0
+        return nodes - 2**self.depth
 
     def add(self, rows, valid) -> None:
-        """Give rows (K,) the maximum priority so far ([PER] Alg. 1, line 6); 0 if not valid."""
-        self.tree.set(rows, valid * self.max_priority**self.alpha)
+        """Give rows (K,) the maximum priority so far, [PER] Alg. 1, line 6, or 0."""
+        self.set(rows, valid * self.max_priority**self.alpha)
 
-    def draw(self, batch_size: int, beta: float) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and weights (B,). By priority, one row from each of B equal parts of the total."""
-        total = self.tree.nodes[1]
+    def draw(self, batch_size: int, beta: float):
+        r"""Rows (B,), and weights w_i = (M P(i))^{-\beta} / \max_j w_j, [PER] Alg. 1, line 10."""
         uniform = torch.rand(batch_size, dtype=torch.float64).numpy()
-        if self.alpha:  # stratified, [PER] App. B.2.1
+        if self.alpha:  # one row from each of B equal parts of the sum, [PER] App. B.2.1
             uniform = (np.arange(batch_size) + uniform) / batch_size
-        rows = self.tree.find(uniform * total)
-        return rows, importance_weights(self.tree.leaves[rows] / total, beta)
+        rows = self.find(uniform * self.nodes[1])
+        leaves = self.leaves[rows]
+        return rows, (leaves / leaves.min()) ** -beta  # M and the sum cancel
 
     def update(self, rows, td_errors) -> None:
-        """Set p_i = |delta_i| + 1e-6 of rows (B,): [PER] Alg. 1, line 12."""
+        """p_i = |delta_i| + 1e-6 for rows (B,), [PER] Alg. 1, line 12."""
         priorities = np.abs(td_errors.astype(float)) + 1e-6
-        self.tree.set(rows, priorities**self.alpha)
+        self.set(rows, priorities**self.alpha)
         self.max_priority = max(self.max_priority, float(priorities.max()))
 
 
 class Replay:
-    """A ring buffer of transitions, each row one step of one environment.
+    """A ring buffer. Each row is a step of an environment, whose next step is N rows on.
 
-    The next step of an environment is N rows on. Its rows with n = 2, after the end of episode f:
-
-                    oldest                                              newest
-        frame       f3   f4   f5   f6   f7   f8   g0   g1   g2   g3   g4
-        priority    0    0    0    > 0  ?    ?    > 0  > 0  > 0  0    0
-                    ----(1)-----        --(2)--                  --(3)--
-
-    Rows of priority 0 are never drawn. (1) A frame of their stack has been overwritten. (2) Their
-    s_{t+n} would lie beyond the end of f: they need a termination, which needs no bootstrap. (3)
-    Their s_{t+n} is still to come.
+    Rows have priority 0, and are not drawn, if (1) a frame of their stack has been overwritten, (2)
+    their episode was truncated before s_{t+n}, or (3) s_{t+n} is still to come.
     """
 
-    ARRAYS = ("actions", "rewards", "terminations", "ages", "leaves")  # in checkpoints as they are
+    ARRAYS = ("actions", "rewards", "terminations", "ages", "nodes")
 
     def __init__(self, args: Args, obs_space: gym.spaces.Box) -> None:
         self.num_envs, self.n_step, self.gamma = args.num_envs, args.n_step, args.gamma
         self.frame_stack, *shape = obs_space.shape
         self.num_rows = rows = args.buffer_size // args.num_envs * args.num_envs
-        self.frames = np.zeros((rows, *shape), obs_space.dtype)  # allocated as they are written
+        self.frames = np.zeros((rows, *shape), obs_space.dtype)  # allocated as it fills
         check_memory(self.frames[: args.total_timesteps].nbytes)
         self.actions, self.rewards = np.zeros(rows, int), np.zeros(rows, np.float32)
         self.terminations = np.zeros(rows, bool)
         self.ages = np.zeros(rows, int)  # steps of the episode before this one
         self.priorities = Priorities(args, rows)
-        self.leaves = self.priorities.tree.leaves
+        self.nodes = self.priorities.nodes
         self.count = 0  # rows ever written
         self.settings = [args.num_envs, args.n_step, self.priorities.alpha]
 
     def later(self, rows, steps):
-        """The rows of the same environments so many steps later."""
+        """The same environments' rows so many steps later."""
         return (rows + steps * self.num_envs) % self.num_rows
 
     def add(self, obs, actions, rewards, terminations, ages) -> None:
@@ -419,17 +379,24 @@ class Replay:
         self.count += self.num_envs
         self.frames[new], self.actions[new], self.rewards[new] = obs[:, -1], actions, rewards
         self.terminations[new], self.ages[new] = terminations, ages
-        self.priorities.add(self.later(new, self.frame_stack - 1), False)  # (1)
+        self.priorities.set(self.later(new, self.frame_stack - 1), 0)  # (1)
 
-        # s_t is the s_{t+n} of the rows n steps ago, unless their episode has ended since: (2)
+        # s_t is the s_{t+n} (3) of the rows n steps ago, unless their episode has ended since (2)
         rows, k = self.later(new, -self.n_step), np.arange(self.n_step)
         steps = self.later(rows[:, None], k)  # (N, n)
         same_episode = self.ages[steps] == self.ages[rows, None] + k
         terminated = (same_episode & self.terminations[steps]).any(axis=1)
-        self.priorities.add(rows, terminated | (ages == self.ages[rows] + self.n_step))
+        self.priorities.add(rows, terminated | (ages >= self.n_step))
 
-    def sample(self, batch_size: int, beta: float) -> tuple[np.ndarray, list[Tensor]]:
-        """Rows (B,), and obs, actions, returns, discounts, next_obs, weights as in the title."""
+    def stacks(self, rows):
+        """Observations (B, frame_stack, ...) of rows (B,); blank before the episode began."""
+        back = np.arange(self.frame_stack - 1, -1, -1)
+        stacks = self.frames[self.later(rows[:, None], -back)]
+        stacks[back > self.ages[rows, None]] = 0
+        return stacks
+
+    def sample(self, batch_size: int, beta: float):
+        """Rows (B,), and obs, actions, returns, discounts, next_obs, weights."""
         rows, weights = self.priorities.draw(batch_size, beta)
         steps = self.later(rows[:, None], np.arange(self.n_step))  # (B, n)
         returns = n_step_returns(self.rewards[steps], self.terminations[steps], self.gamma)
@@ -437,9 +404,6 @@ class Replay:
         obs, next_obs = self.stacks(rows), self.stacks(self.later(rows, self.n_step))
         batch = [obs, self.actions[rows], returns, discounts, next_obs, weights]
         return rows, [torch.from_numpy(x) for x in batch]
-
-    def stacks(self, rows):
-        return stack_frames(self.frames, self.ages, rows, self.num_envs, self.frame_stack)
 
     def state_dict(self) -> dict:
         state = {name: torch.from_numpy(getattr(self, name)) for name in self.ARRAYS}
@@ -453,14 +417,12 @@ class Replay:
         unpack(state["frames"], self.frames[: self.count])
         for name in self.ARRAYS:
             getattr(self, name)[:] = state[name]
-        self.priorities.tree.set(np.arange(self.num_rows), self.leaves)
 
 
 def td_loss(q_network, target_network, batch: list[Tensor], args: Args) -> tuple:
     r"""The loss () of a minibatch of `Replay.sample`, its TD errors (B,), and metrics ().
 
-    y = R^(n) + \gamma^n Q'(s_{t+n}, \argmax_a Q(s_{t+n}, a)), [DDQN] Eq. (4); the argmax is of Q'
-    without `double`.
+    y = R^(n) + \gamma^n Q'(s_{t+n}, \argmax_a Q(s_{t+n}, a)), [DDQN] Eq. (4)
     L = 1/B \sum_i w_i Huber(\delta_i), \delta_i = y - Q(s_t, a_t): [PER] Alg. 1, lines 11, 13.
     """
     obs, actions, returns, discounts, next_obs, weights = batch
@@ -476,7 +438,7 @@ def td_loss(q_network, target_network, batch: list[Tensor], args: Args) -> tuple
 
 
 @torch.no_grad()
-def epsilon_greedy(q_network: nn.Module, obs: np.ndarray, epsilon: float, device) -> np.ndarray:
+def epsilon_greedy(q_network, obs, epsilon: float, device) -> np.ndarray:
     """Greedy actions (N,) for observations (N, ...), each random with probability epsilon."""
     q_values = q_network(torch.from_numpy(obs).to(device)).cpu()
     random_actions = torch.randint(q_values.shape[1], (len(obs),))
@@ -485,7 +447,7 @@ def epsilon_greedy(q_network: nn.Module, obs: np.ndarray, epsilon: float, device
 
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
-    """Train from scratch or from a checkpoint. Raises FloatingPointError on a NaN or infinity."""
+    """Train from scratch or from a checkpoint."""
     args.check()
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     speed_up_cpu()
@@ -497,13 +459,12 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     optimizer = torch.optim.Adam(q_network.parameters(), **adam, fused=True)
     replay = Replay(args, envs.envs.single_observation_space)
 
-    # Everything a checkpoint must hold
     parts = {"agent": q_network, "target_network": target_network, "optimizer": optimizer}
     if args.checkpoint_replay:
         parts["replay"] = replay
     global_step = start = restore(parts, checkpoint) if checkpoint else 0
     for group in optimizer.param_groups:
-        group |= adam  # flags given at a resume
+        group.update(adam)  # flags given at a resume
     iteration_steps = args.num_envs * args.num_steps
     last_step = math.ceil(args.total_timesteps / iteration_steps) * iteration_steps
     run = Run(args, folder, checkpoint, parts, last_step)
@@ -513,27 +474,26 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if global_step == start or global_step % args.checkpoint_interval < iteration_steps:
             run.save_checkpoint(global_step)
             seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
-            videos = folder / "videos" / str(global_step) if args.capture_video else None
-            obs = envs.reset(seed, videos)
+            obs = envs.reset(seed, folder / "videos" / str(global_step))
         fraction = global_step / last_step
         knots = [0, args.middle_fraction, args.end_fraction]
         epsilons = [args.start_epsilon, args.middle_epsilon, args.end_epsilon]
         epsilon = np.interp(fraction, knots, epsilons)
         beta = args.per_beta + (1 - args.per_beta) * fraction
 
-        # Act for num_steps steps and store the transitions: [DQN] Alg. 1
+        # Act and store transitions: [DQN] Alg. 1
         for _ in range(args.num_steps):
             ages = envs.lengths.copy()
             with autocast:
                 actions = epsilon_greedy(q_network, obs, epsilon, device)
-            new_obs, _, rewards, terminations, _, _ = envs.step(actions)
+            new_obs, _, rewards, terminations, *_ = envs.step(actions)
             replay.add(obs, envs.executed_actions, rewards, terminations, ages)
             obs = new_obs
             global_step += args.num_envs
             run.log_episodes(global_step, envs.episodes)
 
         # Learn from minibatches: [PER] Alg. 1, lines 8 to 15
-        learning = replay.count >= args.learning_starts and replay.priorities.tree.nodes[1] > 0
+        learning = replay.count >= args.learning_starts and replay.nodes[1] > 0
         due = global_step // args.train_frequency
         due -= (global_step - iteration_steps) // args.train_frequency
         updates = []
@@ -544,11 +504,10 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 loss, td_errors, metrics = td_loss(q_network, target_network, batch, args)
             optimizer.zero_grad()
             loss.backward()
-            parameters = q_network.parameters()
-            metrics["grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
             optimizer.step()
             replay.priorities.update(rows, td_errors.cpu().numpy())
-            updates.append(metrics)
+            updates.append(metrics | {"grad_norm": norm})
         if global_step % args.target_network_frequency < iteration_steps:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
@@ -577,8 +536,8 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs = AtariEnvs(args, args.eval_episodes)
     q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device).eval()
     global_step = restore({"agent": q_network}, model)
-    videos = folder / "videos" / "evaluation" if args.capture_video else None
-    obs, ended = envs.reset(seed_everything(args.seed, global_step, 1), videos), {}
+    seed = seed_everything(args.seed, global_step, 1)
+    obs, ended = envs.reset(seed, folder / "videos" / "evaluation"), {}
     for _ in range(EVAL_STEPS):
         obs, *_ = envs.step(epsilon_greedy(q_network, obs, args.eval_epsilon, device))
         ended = envs.episodes | ended  # keeps the first episode of each environment
@@ -593,7 +552,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
 
 
 def check_memory(needed: int) -> None:
-    """Exit if the replay buffer will not fit into memory once it is full."""
+    """Exit if the replay buffer will not fit once it is full."""
     with contextlib.suppress(OSError):  # not Linux
         free = 1024 * int(Path("/proc/meminfo").read_text().split()[7])  # MemAvailable
         if needed > free:

@@ -21,7 +21,7 @@ IMPLEMENT = {
     "ppo_continuous": "compute_gae",
     "a2c_atari": "compute_returns",
     "a3c_atari": "SharedAdam.update",
-    "dqn_per_atari": "SumTree.find",
+    "dqn_per_atari": "Priorities.find",
     "qmix_smac": "QMixer.forward",
 }
 
