@@ -12,7 +12,7 @@ Each agent estimates the values of its own actions from its own observations. In
 network that sees the global state combines the values of the chosen actions into Q_tot, the value
 of the joint action, learned by Q-learning from the team's reward. The mixing weights are never
 negative, so Q_tot is monotone in each agent's value, and the greedy joint action consists of the
-agents' own greedy actions. Acting needs no mixer.
+agents' greedy actions. Acting needs no mixer.
 
 [QMIX]  Rashid et al. 2018, "QMIX: monotonic value function factorisation for deep multi-agent
         reinforcement learning", ICML, arXiv:1803.11485
@@ -20,11 +20,7 @@ agents' own greedy actions. Acting needs no mixer.
 [SMAX]  Rutherford et al. 2024, arXiv:2311.10090      [IQL]   Tan 1993, ICML
 [TRICK] Hu et al. 2021, arXiv:2102.03479              [PENG]  Peng, Williams 1996, Q(lambda)
 
-    symbol   variable   shape            meaning (B episodes of up to T steps, n agents)
-    o^a      obs        (T+1, B, n, O)   observation of each agent
-    s        state      (T+1, B, S)      global state, for the mixer only
-    u^a      actions    (T, B, n)        action of each agent
-    r        rewards    (T, B, 1)        reward of the team
+    symbol   variable   shape            meaning (B episodes of up to T steps; see also Episode)
     Q_a      agent_qs   (T+1, B, n, A)   values of each agent's actions
     Q_tot    q_tot      (P, 1)           value of the joint action (P steps, without padding)
     y^tot    targets    (P, 1)           TD target, [QMIX] below Eq. (6)
@@ -35,15 +31,12 @@ Differences from the paper and from PyMARL, its implementation (reasons: docs/qm
     PyMARL: `--num-envs 1 --epsilon-anneal-time 50000 --no-anneal-lr --total-timesteps 2050000`.
   * As in PyMARL, hypernetworks have two layers, Eq. (6) is a mean, and truncation is treated as
     termination (PyMARL bootstraps if the environment reports the time limit).
-  * Updates happen in the middle of other environments' episodes, so hidden states come from several
-    parameter vectors; PyMARL updates between episodes.
-  * The target networks are copied every 200 updates, PyMARL's every 200 episodes.
-  * Adam has an epsilon of 1e-8, as in [TRICK]; RMSprop has PyMARL's 1e-5.
-  * SMAX's rewards are multiplied by 10, as in JaxMARL; its state is scaled.
-  * Checkpoints reset the environments and reseed all random generators, so that a resumed run is
-    bit-identical to an uninterrupted one (not on StarCraft II).
+  * Updates happen in the middle of other environments' episodes, so hidden states mix parameters.
+  * Target networks are copied every 200 updates, not episodes. SMAX's rewards are multiplied by 10,
+    as in JaxMARL; its state is scaled.
+  * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
 
-    python qmix_smac.py --env-id 3m               # writes runs/3m__qmix_smac__1__...
+    python qmix_smac.py --env-id 3m               # writes runs/3m__...
     python qmix_smac.py --resume runs/3m__...     # resumes an interrupted run
     python qmix_smac.py --evaluate runs/3m__...   # evaluates a trained team
 """
@@ -90,26 +83,26 @@ from tqdm import tqdm
 class Args:
     """QMIX, VDN or independent Q-learning for cooperative games."""
 
-    env_id: str = "3m"  # a SMAX map (3m, 2s3z, 8m, ...), or smac/MAP for StarCraft II
+    env_id: str = "3m"  # a map of SMAX, or smac/MAP: StarCraft II
     total_timesteps: int = 1_000_000  # steps of all environments
     num_envs: int = 8  # N: parallel environments
-    mixer: Literal["qmix", "vdn", "none"] = "qmix"  # [QMIX], [VDN] or independent learners, [IQL]
+    mixer: Literal["qmix", "vdn", "none"] = "qmix"  # none: independent learners, [IQL]
     rnn_hidden_dim: int = 64  # H: width of the agent network
     mixing_embed_dim: int = 32  # E: width of the mixing network
     hypernet_embed: int = 64  # width of the hypernetworks
     gamma: float = 0.99  # discount factor
-    double_q: bool = True  # use double Q-learning, [DDQN]
-    td_lambda: float = 0.0  # lambda of the targets: 0 for one-step targets; [TRICK] has 0.6
+    double_q: bool = True  # double Q-learning, [DDQN]
+    td_lambda: float = 0.0  # 0 for one-step targets; [TRICK] has 0.6
     bootstrap_truncation: bool = False  # bootstrap at truncation
-    epsilon_start: float = 1.0  # initial probability of a random action
-    epsilon_finish: float = 0.05  # final probability of a random action
-    epsilon_anneal_time: int = 100_000  # steps over which epsilon is annealed
+    epsilon_start: float = 1.0  # probability of a random action, first
+    epsilon_finish: float = 0.05  # and last
+    epsilon_anneal_time: int = 100_000  # steps to anneal epsilon over
     buffer_size: int = 5_000  # episodes in the replay buffer
     batch_size: int = 32  # B: episodes in a minibatch
-    updates_per_episode: float = 1.0  # updates per collected episode ([TRICK]'s program: 1/8)
-    target_update_interval: int = 200  # updates between copies to the target networks
+    updates_per_episode: float = 1.0  # per collected episode; [TRICK]'s program: 1/8
+    target_update_interval: int = 200  # updates between copies
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # [QMIX]'s or [TRICK]'s
-    learning_rate: float = 5e-4  # the optimizer's step size
+    learning_rate: float = 5e-4  # step size
     anneal_lr: bool = True  # anneal the learning rate linearly to zero
     max_grad_norm: float = 10.0  # gradient clipping norm
     test_interval: int = 10_000  # steps between tests
@@ -119,7 +112,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # experiment name, part of the run folder's name
     seed: int = 1  # seed of all random generators
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
-    cuda: bool = False  # use the GPU (SMAX stays on the CPU)
+    cuda: bool = False  # use the GPU; SMAX stays on the CPU
     torch_threads: int = 1  # PyTorch's CPU threads
     track: bool = False  # track the run with Weights & Biases
     wandb_project_name: str = "deep-rl-reference"  # W&B project
@@ -135,16 +128,10 @@ class Args:
     eval_episodes: int = 32  # evaluation episodes
 
     def check(self) -> None:
-        """Exit on values that would silently train something else than intended."""
-        counts = (self.num_envs, self.batch_size, self.target_update_interval, self.seed + 1)
-        if min(*counts, self.total_timesteps, self.test_nepisode, self.eval_episodes) < 1:
-            sys.exit("error: steps, episodes and updates must be positive, the seed not negative")
-        if self.updates_per_episode <= 0 or self.batch_size > self.buffer_size:
-            sys.exit("error: --updates-per-episode or --buffer-size is too small")
-        if self.num_envs > min(self.checkpoint_interval, self.test_interval, self.log_interval):
-            sys.exit(f"error: an interval is below the {self.num_envs} steps of an iteration")
-        if self.capture_video and self.env_id.startswith("smac/"):
-            sys.exit("error: --capture-video is for SMAX")
+        """Exit on values that would silently do something else than intended."""
+        shortest = min(self.checkpoint_interval, self.test_interval, self.log_interval)
+        if not (0 < self.num_envs <= shortest and 0 < self.batch_size <= self.buffer_size):
+            sys.exit("error: --num-envs exceeds an interval, or --batch-size --buffer-size")
 
 
 Shape = namedtuple("Shape", "n_agents n_actions obs_dim state_dim")  # n, A, O, S
@@ -155,24 +142,22 @@ def make_envs(args: Args, num_envs: int) -> VectorEnv:
 
     Needed is gymnasium's vector interface in SAME_STEP autoreset mode:
 
-    single_observation_space: as by `make_space`: a Tuple of the agents' observations (n, O), the
+    single_observation_space: of `make_space`: a Tuple of the agents' observations (n, O), the
         global state (S,), and the available actions (n, A), at least one for each agent.
-    reset(seed=...): returns a tuple of these arrays for N environments, (N, n, O) and so on, and a
-        dict. For exact resuming, seed and actions must determine all that follows.
-    step(actions (N, n)): returns the same arrays, rewards, terminations, truncations (N,), info.
-        Where an episode ended, the arrays are the next one's first, and info["final_obs"][i] is
-        the tuple of environment i's last. info["final_info"]["won"] (N,) is optional; NaN drops
-        the episode.
+    reset(seed=...): a tuple of these arrays for N environments, (N, n, O) and so on, and a dict.
+        For exact resume, seed and actions must determine all that follows.
+    step(actions (N, n)): the same arrays, rewards, terminations, truncations (N,), info. Where an
+        episode ended, the arrays are the next one's first, and info["final_obs"][i] is the tuple
+        of environment i's last. info["final_info"]["won"] (N,) is optional; NaN drops the episode.
     render(): only for --capture-video; an image (height, width, 3) per environment.
 
-    SyncVectorEnv([MyGame] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP) does all this for a
+    SyncVectorEnv([MyGame] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP) does this for a
     gymnasium.Env with such a space, which may return {"won": ...} as its last info.
     """
-    if not args.env_id.startswith("smac/"):
-        return Smax(args.env_id, num_envs)
-    make = functools.partial(Smac, args.env_id.removeprefix("smac/"))
-    mode = AutoresetMode.SAME_STEP
-    return AsyncVectorEnv([make] * num_envs, context="spawn", autoreset_mode=mode)
+    if args.env_id.startswith("smac/"):
+        make, mode = functools.partial(Smac, args.env_id[5:]), AutoresetMode.SAME_STEP
+        return AsyncVectorEnv([make] * num_envs, context="spawn", autoreset_mode=mode)
+    return Smax(args.env_id, num_envs)
 
 
 def make_space(n_agents: int, n_actions: int, obs_dim: int, state_dim: int) -> Tuple:
@@ -185,28 +170,26 @@ def make_space(n_agents: int, n_actions: int, obs_dim: int, state_dim: int) -> T
 def make_smax(map_name: str) -> tuple:
     """A SMAX map ([SMAX]), and its `reset` and `step` compiled for N environments."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leave the GPU to torch
-    sys.modules["jaxmarl.environments.mabrax"] = None  # Trap: its import replaces sys.stdout
-    with contextlib.redirect_stdout(io.StringIO()):  # the import prints two lines
+    with contextlib.redirect_stdout(io.StringIO()):  # the import prints
         import jax
         import jax.numpy as jnp
-        from jaxmarl.environments.smax.heuristic_enemy_smax_env import HeuristicEnemySMAX
-        from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO as MAPS
-    if map_name not in MAPS:
-        sys.exit(f"error: no SMAX map {map_name} (StarCraft II is smac/MAP) in {', '.join(MAPS)}")
-    env = HeuristicEnemySMAX(scenario=MAPS[map_name])
+        from jaxmarl.environments.smax import HeuristicEnemySMAX, smax_env
+    maps = smax_env.MAP_NAME_TO_SCENARIO
+    if map_name not in maps:
+        sys.exit(f"error: no map {map_name}; there are {', '.join(maps)}, and smac/MAP")
+    env = HeuristicEnemySMAX(scenario=maps[map_name])
     n = env.num_agents
 
     def observe(key, state) -> tuple:
-        obs, avail_actions = env.get_all_unit_obs(state), env.get_avail_actions(state)
-        obs = jnp.stack([obs[unit] for unit in env.all_agents])  # (units, O), allies first
-        avail_actions = jnp.stack([avail_actions[agent] for agent in env.agents])
-        # SMAX's own state is not scaled; the features of itself that a unit observes are
+        obs = jnp.stack([*env.get_all_unit_obs(state).values()])  # (units, O), allies first
+        avail_actions = jnp.stack([*env.get_avail_actions(state).values()]).astype(bool)
+        # The state, of what units observe of themselves: SMAX's own is not scaled
         features = obs[:, -len(env.own_features) :].clip(0, 1).ravel()
         types = state.state.unit_types / (env.unit_type_bits - 1)
         world = jnp.concatenate([features, state.state.unit_teams, types])
-        # Trap: otherwise weak types differ between reset and step, which is compiled twice
+        # Trap: weak types would differ between reset and step, which were compiled twice
         simulator = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), (key, state))
-        return simulator, (obs[:n], world, avail_actions.astype(bool))
+        return simulator, (obs[:n], world, avail_actions)
 
     def reset(key) -> tuple:
         key, reset_key = jax.random.split(key)
@@ -243,49 +226,43 @@ class Smax(VectorEnv):
 
     def step(self, actions: np.ndarray) -> tuple:
         self.simulators, observations, after, *results = self._step(self.simulators, actions)
-        rewards, terminations, truncations, won = (np.array(x) for x in results)
-        final_obs = list(zip(*(np.array(x) for x in after)))
-        info = {"final_obs": final_obs, "final_info": {"won": won}}
+        rewards, terminations, truncations, won = map(np.array, results)
+        info = {"final_obs": [*zip(*map(np.array, after))], "final_info": {"won": won}}
         return observations, rewards, terminations, truncations, info
 
     def render(self) -> list[np.ndarray]:
         """The first environment: allies are blue, enemies red."""
-        units = self.simulators[1].state
-        image = np.zeros((256, 256, 3), np.uint8)
-        positions = np.array(units.unit_positions[0]) * 248 / self.env.map_width
+        units, image = self.simulators[1].state, np.zeros((256, 256, 3), np.uint8)
         for i in np.flatnonzero(units.unit_alive[0]):
-            x, y = positions[i].astype(int)
-            color = (80, 140, 255) if i < self.env.num_agents else (255, 90, 80)
-            image[y : y + 8, x : x + 8] = color
+            x, y = (units.unit_positions[0, i] * 248 / self.env.map_width).astype(int)
+            is_ally = i < self.env.num_agents
+            image[y : y + 8, x : x + 8] = (80, 140, 255) if is_ally else (255, 90, 80)
         return [image[::-1]]
 
 
 class Episode(NamedTuple):
     """An episode of T steps, or a minibatch, whose tensors have a second axis (B)."""
 
-    obs: Tensor  # (T+1, n, O)
-    state: Tensor  # (T+1, S)
+    obs: Tensor  # (T+1, n, O): o^a
+    state: Tensor  # (T+1, S): s, for the mixer only
     avail_actions: Tensor  # (T+1, n, A) bool
     filled: Tensor  # (T+1,) bool: False in padding
-    actions: Tensor  # (T, n) uint8
-    rewards: Tensor  # (T, 1)
+    actions: Tensor  # (T, n): u^a
+    rewards: Tensor  # (T, 1): r, of the team
     terminations: Tensor  # (T, 1): 1 at the last step, unless it is bootstrapped
 
 
 class Environments:
     """Parallel environments that collect episodes.
 
-    To act on: obs (N, n, O), avail_actions (N, n, A), last_actions (N, n), -1 at first. Of the
-    episodes that the last step ended: `episodes` maps environments to (return, length), `wins` to
-    1.0 or 0.0, and `finished` lists them as Episode.
+    To act on: obs (N, n, O), avail_actions (N, n, A), last_actions (N, n), -1 at first. Of what the
+    last step ended: `finished` (Episodes); by environment, `episodes` (return, length) and `wins`.
     """
 
     def __init__(self, args: Args, num_envs: int) -> None:
         self.args, self.num_envs, self.envs = args, num_envs, make_envs(args, num_envs)
-        obs, state, avail_actions = self.envs.single_observation_space.spaces
+        obs, state, avail_actions = self.envs.single_observation_space
         self.shape = Shape(*avail_actions.shape, obs.shape[-1], state.shape[-1])
-        if self.shape.n_actions > 256:
-            sys.exit("error: more than 256 actions do not fit into uint8")
 
     def reset(self, seed: int, video_folder: Path | None = None) -> None:
         """Reset the environments; unfinished episodes are dropped."""
@@ -295,27 +272,24 @@ class Environments:
         self.video_folder, self.frames = video_folder, []
 
     def observe(self, observations: tuple) -> None:
-        obs, state, avail_actions = observations  # copied: the environments may reuse them
-        self.obs, self.state = np.array(obs, np.float32), np.array(state, np.float32)
-        self.avail_actions = np.array(avail_actions, bool)
+        dtypes = (np.float32, np.float32, bool)  # copied: the environments may reuse the arrays
+        self.obs, self.state, self.avail_actions = map(np.array, observations, dtypes)
 
     def step(self, actions: np.ndarray) -> np.ndarray:
         """Step with actions (N, n). Returns where an episode ended (N,)."""
         if self.video_folder:
             self.frames.append(self.envs.render()[0])
-        before = zip(self.obs, self.state, self.avail_actions, actions)
         observations, rewards, terminations, truncations, info = self.envs.step(actions)
-        for steps, step, reward in zip(self.steps, before, rewards):
-            steps.append((*step, reward))
+        step = zip(self.obs, self.state, self.avail_actions, actions, rewards)
+        for steps, transition in zip(self.steps, step):
+            steps.append(transition)
         self.observe(observations)
         self.last_actions = actions.copy()
         self.episodes, self.wins, self.finished = {}, {}, []
         dones = terminations | truncations
         won = info.get("final_info", {}).get("won", np.zeros(self.num_envs))
         for i in np.flatnonzero(dones):
-            if np.isnan(won[i]):
-                print("note: an environment crashed; its episode is dropped")
-            else:
+            if not np.isnan(won[i]):  # NaN: the game crashed
                 bootstrap = self.args.bootstrap_truncation and not terminations[i]
                 episode = make_episode(self.steps[i], info["final_obs"][i], bootstrap)
                 self.finished.append(episode)
@@ -333,16 +307,13 @@ class Environments:
 
 def make_episode(steps: list[tuple], final_obs: tuple, bootstrap: bool) -> Episode:
     """The Episode of steps (obs, state, avail_actions, actions, reward) of one environment."""
-    obs, state, avail_actions, actions, rewards = zip(*steps)
-    obs = torch.from_numpy(np.stack([*obs, final_obs[0]])).float()
-    state = torch.from_numpy(np.stack([*state, final_obs[1]])).float()
-    avail_actions = torch.from_numpy(np.stack([*avail_actions, final_obs[2]])).bool()
-    filled = torch.ones(len(obs), dtype=torch.bool)
-    actions = torch.from_numpy(np.stack(actions)).byte()
-    rewards = torch.tensor(np.array(rewards))[:, None].float()
-    terminations = torch.zeros_like(rewards)
+    rows = zip(*steps, (*final_obs, *steps[-1][3:]))  # T+1; nothing was done in the last
+    obs, state, avail_actions, actions, rewards = (torch.from_numpy(np.stack(x)) for x in rows)
+    filled, terminations = torch.ones(len(obs), dtype=torch.bool), torch.zeros(len(steps), 1)
     terminations[-1] = not bootstrap
-    return Episode(obs, state, avail_actions, filled, actions, rewards, terminations)
+    rewards = rewards[:-1, None].float()
+    steps = (obs.float(), state.float(), avail_actions.bool(), filled, actions[:-1], rewards)
+    return Episode(*steps, terminations)
 
 
 class Agent(nn.Module):
@@ -357,14 +328,14 @@ class Agent(nn.Module):
         self.head = nn.Linear(hidden_dim, shape.n_actions)
 
     def initial_hidden(self, num_envs: int) -> Tensor:
-        """Hidden states at an episode's start (B, n, H): zeros."""
+        """Hidden states (B, n, H) at an episode's start."""
         return self.head.weight.new_zeros(num_envs, self.shape.n_agents, self.hidden_dim)
 
     def forward(self, obs, last_actions, filled, hidden) -> tuple[Tensor, Tensor]:
         """Values (T, B, n, A) of T steps from `hidden` (B, n, H) on, and the last hidden states.
 
-        last_actions (T, B, n) are -1 at an episode's start. Padding, where `filled` (T, B) is
-        False, is skipped; its values are 0. (Computing it would take about a third longer.)
+        last_actions (T, B, n) are -1 at an episode's start. To save time, padding (where `filled`
+        (T, B) is False) is skipped; its values are 0.
         """
         n, A = self.shape.n_agents, self.shape.n_actions
         assert (filled[:, 1:] <= filled[:, :-1]).all(), "longer episodes must come first"
@@ -406,20 +377,6 @@ class QMixer(nn.Module):
         return (hidden * w2).sum(dim=-1, keepdim=True) + self.hyper_v(state)
 
 
-class VDNMixer(nn.Module):
-    """Q_tot (..., 1) is the sum of the agents' values (..., n), [VDN] Sec. 3."""
-
-    def forward(self, qvals: Tensor, state: Tensor) -> Tensor:
-        return qvals.sum(dim=-1, keepdim=True)
-
-
-class NoMixer(nn.Module):
-    """Independent Q-learning, [IQL]: each agent's value (..., n) learns the team's return."""
-
-    def forward(self, qvals: Tensor, state: Tensor) -> Tensor:
-        return qvals
-
-
 class Networks(nn.Module):
     r"""\theta: all that is trained, copied to the target networks, and saved."""
 
@@ -428,46 +385,47 @@ class Networks(nn.Module):
         self.agent = Agent(shape, args.rnn_hidden_dim)
         if args.mixer == "qmix":
             self.mixer = QMixer(shape, args.mixing_embed_dim, args.hypernet_embed)
-        else:
-            self.mixer = VDNMixer() if args.mixer == "vdn" else NoMixer()
+        elif args.mixer == "vdn":  # [VDN] Sec. 3: Q_tot is the sum of the agents' values
+            self.mixer = lambda qvals, state: qvals.sum(dim=-1, keepdim=True)
+        else:  # [IQL]: each agent's value learns the team's return
+            self.mixer = lambda qvals, state: qvals
 
 
 class EpisodeReplay:
-    """The last `buffer_size` episodes."""
+    """The last `buffer_size` episodes; the numbers of added ones and of updates made with them."""
 
     def __init__(self, buffer_size: int) -> None:
-        self.episodes = deque(maxlen=buffer_size)
-        self.added = 0  # evicted ones included
+        self.episodes, self.added, self.num_updates = deque(maxlen=buffer_size), 0, 0
 
-    def add(self, episode: Episode) -> None:
-        self.episodes.append(episode)
-        self.added += 1
+    def add(self, episodes: list[Episode]) -> None:
+        self.episodes.extend(episodes)
+        self.added += len(episodes)
 
     def sample(self, batch_size: int) -> Episode:
         """A minibatch of different episodes."""
-        indices = torch.randperm(len(self.episodes))[:batch_size].tolist()
+        indices = torch.randperm(len(self.episodes))[:batch_size]
         episodes = [self.episodes[i] for i in indices]
         episodes.sort(key=lambda episode: -len(episode.rewards))
-        return Episode(*(pad_sequence(tensors) for tensors in zip(*episodes)))
+        return Episode(*map(pad_sequence, zip(*episodes)))
 
     def state_dict(self) -> dict:
-        file = io.BytesIO()
-        torch.save([tuple(episode) for episode in self.episodes], file)
+        torch.save([tuple(episode) for episode in self.episodes], file := io.BytesIO())
         content = bytearray(zlib.compress(file.getbuffer(), level=1))  # about a tenth
-        return {"added": self.added, "episodes": torch.frombuffer(content, dtype=torch.uint8)}
+        episodes = torch.frombuffer(content, dtype=torch.uint8)
+        return {"added": self.added, "num_updates": self.num_updates, "episodes": episodes}
 
     def load_state_dict(self, state: dict) -> None:
         file = io.BytesIO(zlib.decompress(state["episodes"].numpy()))
         self.episodes.extend(Episode(*tensors) for tensors in torch.load(file, weights_only=True))
-        self.added = state["added"]
+        self.added, self.num_updates = state["added"], state["num_updates"]
 
 
 def td_lambda_targets(batch: Episode, next_values, gamma, td_lambda) -> Tensor:
-    r"""Targets y (T, B, ...); next_values[t] is the value Q'_{t+1} of what follows step t.
+    r"""Targets y (T, B, ...); next_values[t] is Q'_{t+1}.
 
     y_t = r_t + \gamma ((1 - \lambda) Q'_{t+1} + \lambda y_{t+1}), where \gamma is 0 at terminations
-    and \lambda at an episode's last step. This is [PENG]'s, not corrected for random actions;
-    \lambda = 0 is the target of [QMIX], below Eq. (6).
+    and \lambda at an episode's last step; [QMIX] has \lambda = 0. As in [PENG], random actions are
+    not corrected for.
     """
     discounts = gamma * (1 - batch.terminations)
     continues = torch.cat([batch.filled[2:], torch.zeros_like(batch.filled[:1])])[..., None]
@@ -486,7 +444,7 @@ def qmix_loss(networks, target_networks, batch: Episode, args: Args) -> tuple[Te
     u' are the agents' greedy actions, by the online network with double_q ([DDQN]). They maximize
     Q_tot because it is monotone ([QMIX] Eqs. (4), (5)).
     """
-    mask, actions = batch.filled[1:], batch.actions.long()
+    mask, actions = batch.filled[1:], batch.actions
     last_actions = torch.cat([torch.full_like(actions[:1], -1), actions])  # (T+1, B, n)
     inputs = (batch.obs, last_actions, batch.filled, networks.agent.initial_hidden(len(mask[0])))
     agent_qs, _ = networks.agent(*inputs)  # (T+1, B, n, A)
@@ -534,14 +492,11 @@ def select_actions(agent: Agent, envs: Environments, hidden: Tensor, epsilon=0.0
 
 
 def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[float], list[float]]:
-    """Returns of greedy episodes after a reset, and 1.0 for each victory, else 0.0.
-
-    A quota per environment avoids a bias towards short episodes, which are often defeats.
-    """
+    """Returns and victories (1.0, 0.0) of greedy episodes after a reset."""
     agent.eval()
-    hidden = agent.initial_hidden(envs.num_envs)
-    quota = np.bincount(np.arange(num_episodes) % envs.num_envs, minlength=envs.num_envs)
-    returns, wins = [], []
+    N, hidden, returns, wins = envs.num_envs, agent.initial_hidden(envs.num_envs), [], []
+    # Trap: the first episodes to end would be short ones, which are often defeats
+    quota = np.bincount(np.arange(num_episodes) % N, minlength=N)
     for _ in range(EVAL_STEPS):
         actions, hidden = select_actions(agent, envs, hidden)
         hidden[envs.step(actions)] = 0
@@ -558,28 +513,22 @@ def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[floa
     return returns, wins
 
 
-def updates_due(episodes: int, args: Args) -> int:
-    """Updates to make by the time that so many episodes were collected."""
-    return int(max(0, episodes - args.batch_size + 1) * args.updates_per_episode)
-
-
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
-    """Train from scratch or from a checkpoint. Raises FloatingPointError on infinite gradients."""
+    """Train from scratch or from a checkpoint."""
     args.check()
     N = args.num_envs
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
     envs = Environments(args, N)
-    # StarCraft II is not launched twice: there, tests drop unfinished training episodes
+    # StarCraft II is not launched again for tests, which drop unfinished training episodes
     test_envs = envs if args.env_id.startswith("smac/") else Environments(args, N)
     networks = Networks(args, envs.shape).to(device)
     target_networks = copy.deepcopy(networks)
-    parameters = networks.parameters()
+    parameters, lr = networks.parameters(), args.learning_rate
     if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(parameters, args.learning_rate)
+        optimizer = torch.optim.Adam(parameters, lr)
     else:
-        optimizer = torch.optim.RMSprop(parameters, args.learning_rate, alpha=0.99, eps=1e-5)
-    learning_rates = [group["lr"] for group in optimizer.param_groups]
+        optimizer = torch.optim.RMSprop(parameters, lr, alpha=0.99, eps=1e-5)
     replay = EpisodeReplay(args.buffer_size)
 
     # Everything a checkpoint must hold
@@ -588,7 +537,6 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     global_step = start = restore(parts, checkpoint) if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
-    num_updates = updates_due(replay.added, args)
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
@@ -596,8 +544,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
             envs.reset(seed, folder / "videos" / str(global_step) if args.capture_video else None)
             hidden, metrics = networks.agent.initial_hidden(N), {}
-        for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-            group["lr"] = learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
+        learning_rate = args.learning_rate * (1 - global_step / last_step * args.anneal_lr)
+        optimizer.param_groups[0]["lr"] = learning_rate
         progress = min(1, global_step / args.epsilon_anneal_time)
         epsilon = args.epsilon_start + progress * (args.epsilon_finish - args.epsilon_start)
 
@@ -606,22 +554,22 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         dones = envs.step(actions)
         hidden[dones] = 0
         global_step += N
-        for episode in envs.finished:
-            replay.add(episode)
+        replay.add(envs.finished)
         run.log_episodes(global_step, envs.episodes)
         if envs.wins:
             run.log(global_step, {"charts/battle_won": np.mean(list(envs.wins.values()))})
 
         # Update on minibatches of whole episodes
-        while num_updates < updates_due(replay.added, args):
+        updates_due = int((replay.added - args.batch_size + 1) * args.updates_per_episode)
+        while replay.num_updates < updates_due:
             batch = replay.sample(args.batch_size)
             filled = batch.filled  # stays on the CPU, which splits by it
             batch = Episode(*(tensor.to(device) for tensor in batch))._replace(filled=filled)
             metrics = update(networks, target_networks, optimizer, batch, args)
             if not metrics["grad_norm"].isfinite():
                 raise FloatingPointError(f"the gradient is not finite at step {global_step}")
-            num_updates += 1
-            if num_updates % args.target_update_interval == 0:
+            replay.num_updates += 1
+            if replay.num_updates % args.target_update_interval == 0:
                 target_networks.load_state_dict(networks.state_dict())
 
         if global_step % args.test_interval < N or global_step >= last_step:
@@ -634,7 +582,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 hidden = networks.agent.initial_hidden(N)
         if global_step % args.log_interval < N or global_step >= last_step:
             run.log(global_step, {f"losses/{name}": value for name, value in metrics.items()})
-            run.log(global_step, {"charts/learning_rate": group["lr"], "charts/epsilon": epsilon})
+            run.log(global_step, {"charts/learning_rate": learning_rate, "charts/epsilon": epsilon})
             run.progress(global_step)
 
     envs.envs.close()
@@ -658,28 +606,23 @@ class Smac(gym.Env):
             sys.exit(f"error: pip install git+https://github.com/oxwhirl/smac first ({error})")
         self.env = StarCraft2Env(map_name, continuing_episode=True)  # which reports the time limit
         self.close = self.env.close
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that `close` is called
         info = self.env.get_env_info()
         n, A = info["n_agents"], info["n_actions"]
         self.observation_space = make_space(n, A, info["obs_shape"], info["state_shape"])
         self.action_space = MultiDiscrete([A] * n)
 
     def observe(self) -> tuple:
-        avail_actions = np.array(self.env.get_avail_actions(), np.int8)
-        return np.array(self.env.get_obs(), np.float32), self.env.get_state(), avail_actions
+        return self.env.get_obs(), self.env.get_state(), self.env.get_avail_actions()
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        if self.env._episode_count == 0:  # launches StarCraft II, with this seed
-            self.env._seed = seed
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that `close` is called
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            for descriptor in (1, 2):  # silence it
-                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        if self.env._episode_count == 0:
+            self.env._seed = seed  # with which the first reset launches StarCraft II
         self.env.reset()
-        self.env._episode_count = max(1, self.env._episode_count)  # Trap: or it launches another
         # Trap: SMAC may count enemies twice in the maximum that scales rewards
-        health = sum(unit.health_max + unit.shield_max for unit in self.env.enemies.values())
-        deaths = self.env.n_enemies * self.env.reward_death_value
-        self.env.max_reward = deaths + self.env.reward_win + health
+        enemies, death = self.env.enemies.values(), self.env.reward_death_value
+        rewards = [unit.health_max + unit.shield_max + death for unit in enemies]
+        self.env.max_reward = sum(rewards) + self.env.reward_win
         return self.observe(), {}
 
     def step(self, actions: np.ndarray) -> tuple:
@@ -690,7 +633,7 @@ class Smac(gym.Env):
 
 
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
-    """Returns of `args.eval_episodes` greedy episodes."""
+    """Returns of `args.eval_episodes` greedy episodes; evaluation.json has the victories, too."""
     envs = Environments(args, min(args.num_envs, args.eval_episodes))
     networks = Networks(args, envs.shape)
     global_step = restore({"networks": networks}, model)
@@ -700,6 +643,8 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs.envs.close()
     score = f"{np.mean(returns):.2f} +- {np.std(returns):.2f}, {np.mean(wins):.1%} won"
     print(f"evaluation: {score}, {len(returns)} episodes")
+    result = {"global_step": global_step, "episodic_return": returns, "battle_won": wins}
+    (folder / "evaluation.json").write_text(json.dumps(result))
     return returns
 
 

@@ -50,7 +50,7 @@ def test_weighted_learns_a_game_that_is_not_monotone(patched, weighting, alpha, 
     module, ones = patched("qmix_smac", "weighted"), torch.ones(2, 9, 2, 1)
     masks = torch.ones(2, 9, 2, 3).bool(), torch.ones(2, 9).bool()  # nine episodes of one step
     rewards, ends = torch.tensor(PAYOFFS).float().view(1, 9, 1), torch.ones(1, 9, 1)
-    batch = module.Episode(ones, ones[:, :, 0], *masks, JOINT[None].byte(), rewards, ends)
+    batch = module.Episode(ones, ones[:, :, 0], *masks, JOINT[None], rewards, ends)
     torch.manual_seed(1)
     args = module.Args(weighting=weighting, alpha=alpha)
     networks = module.Networks(args, module.Shape(2, 3, 1, 1))
@@ -73,7 +73,7 @@ def make_networks(module, args, seed=1):
 
 def values(agent, episode):
     """Q (T+1, n, A) of one episode."""
-    actions = torch.cat([torch.full((1, 3), -1), episode.actions.long()])
+    actions = torch.cat([torch.full((1, 3), -1), episode.actions])
     inputs = (episode.obs[:, None], actions[:, None], episode.filled[:, None])
     return agent(*inputs, agent.initial_hidden(1))[0][:, 0].detach()
 
