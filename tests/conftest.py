@@ -1,5 +1,6 @@
 """Helpers of the tests: short runs of a script, in this process or another, and comparisons."""
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("ppo_continuous", "a2c_atari", "a3c_atari", "dqn_per_atari", "qmix_smac")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["WANDB_MODE"] = "disabled"
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles faster
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process compiles, the others load
     jax_cache = tempfile.TemporaryDirectory(prefix="jax-cache-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = jax_cache.name
@@ -28,32 +30,34 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+def load_module(path: Path):
+    """A script in another folder as a module of its own."""
+    name = f"{path.stem}_{path.parent.name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def patched(tmp_path_factory):
-    """patched(script, variant): the patched script as a module of its own."""
+    """patched(script, variant): the patched script as a module."""
 
-    def load_module(script, name):
+    def patch(script, name):
         folder = tmp_path_factory.mktemp(f"{script}_{name}")
         path = shutil.copy(ROOT / f"{script}.py", folder)
         patch = ROOT / "variants" / script / f"{name}.patch"
         subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
-        spec = importlib.util.spec_from_file_location(f"{script}_{name}", path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return load_module(Path(path))
 
-    return load_module
+    return patch
 
 
-@pytest.fixture
-def limit_games(monkeypatch):
-    """A function that truncates the episodes of a script's games after so many frames."""
-
-    def limit(module, frames):
-        make, settings = module.AtariVectorEnv, {"max_num_frames_per_episode": frames}
-        monkeypatch.setattr(module, "AtariVectorEnv", lambda **kw: make(**kw | settings))
-
-    return limit
+def call(script: str, *flags) -> None:
+    """Run a script in this process, as from the command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{script}.py", *map(str, flags)])
+        importlib.import_module(script).main()
 
 
 def train(module, folder: Path, **flags) -> Path:

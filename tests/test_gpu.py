@@ -1,191 +1,149 @@
 """Every script on the GPU: a real one if there is one, otherwise the pretended one of fake_gpu.py.
 
-One process per script runs `STEPS` one after the other, on the CPU and on the GPU: train on each,
-resume what the other trained, evaluate. The tests look at what it left. On the pretended GPU models
-equal the CPU's to the bit; on a real one, nearly.
+On the pretended GPU models equal the CPU's to the bit; on a real one, nearly.
 """
 
 import contextlib
-import fcntl
 import importlib
 import json
-import os
+import re
 import shutil
-import subprocess
-import sys
-import traceback
+import time
 from collections import Counter
-from dataclasses import fields
-from pathlib import Path
+from types import SimpleNamespace
 
 import fake_gpu
 import pytest
 import torch
+from conftest import ROOT, SCRIPTS, load, load_module, resume, train
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-TESTS = Path(__file__).resolve().parent
 REAL = torch.cuda.is_available()
+on_gpu = contextlib.nullcontext if REAL else fake_gpu.pretend
 
 # Runs of a few seconds with a checkpoint in the middle
-ATARI = "--env-id BreakoutNoFrameskip-v4 --log-interval 1 --eval-episodes 1"
+ATARI = dict(env_id="BreakoutNoFrameskip-v4", eval_episodes=1, torch_threads=1, num_steps=4)
+ENVS = ATARI | dict(num_envs=2, total_timesteps=64, checkpoint_interval=32, env_threads=1)
 SMALL = {
-    "ppo_continuous": "--env-id Pendulum-v1 --num-envs 2 --num-steps 64 --num-minibatches 2 "
-    "--update-epochs 2 --total-timesteps 768 --checkpoint-interval 384 --eval-episodes 2",
-    "a2c_atari": f"{ATARI} --num-envs 2 --num-steps 4 --total-timesteps 64 "
-    "--checkpoint-interval 32 --env-threads 1",
-    "a3c_atari": f"{ATARI} --num-workers 1 --num-steps 10 --total-timesteps 250 "
-    "--checkpoint-interval 200 --max-episode-length 40",
-    "dqn_per_atari": f"{ATARI} --num-envs 2 --num-steps 4 --train-frequency 8 --batch-size 2 "
-    "--buffer-size 66 --learning-starts 4 --total-timesteps 64 --checkpoint-interval 32 "
-    "--eval-epsilon 0.5 --env-threads 1",
-    "qmix_smac": "--env-id 3m --num-envs 2 --total-timesteps 400 --checkpoint-interval 200 "
-    "--batch-size 4 --buffer-size 24 --log-interval 100 --test-interval 300 --test-nepisode 2 "
-    "--eval-episodes 2 --rnn-hidden-dim 16 --target-update-interval 7",
+    "ppo_continuous": dict(env_id="Pendulum-v1", num_envs=2, num_steps=64, num_minibatches=2)
+    | dict(update_epochs=1, total_timesteps=768, checkpoint_interval=384, eval_episodes=2),
+    "a2c_atari": ENVS | dict(conv3_filters=4),
+    "a3c_atari": ATARI
+    | dict(num_workers=1, total_timesteps=60, checkpoint_interval=30, max_episode_length=40),
+    "dqn_per_atari": ENVS
+    | dict(train_frequency=8, batch_size=2, buffer_size=66, learning_starts=4, eval_epsilon=0.5),
+    "qmix_smac": dict(num_envs=2, total_timesteps=200, checkpoint_interval=100, batch_size=4)
+    | dict(
+        buffer_size=24,
+        rnn_hidden_dim=16,
+        target_update_interval=7,
+        updates_per_episode=0.5,
+        test_nepisode=2,
+        eval_episodes=2,
+    ),
 }
-STEPS = {  # name -> (whether on the GPU, how the script is called)
-    "train on the CPU": (False, "--run-folder cpu {small}"),
-    "train on the GPU": (True, "--run-folder gpu {small}"),
-    "resume the CPU's on the GPU": (True, "--resume cpu_then_gpu"),
-    "resume the GPU's on the CPU": (False, "--resume gpu_then_cpu"),
-    "evaluate the CPU's on the GPU": (True, "--evaluate cpu/model.pt"),
-    "evaluate the GPU's on the CPU": (False, "--evaluate gpu/model.pt"),
-}
-# In training the host waits for the GPU once per step of all environments, for the actions. Beyond
-# that it may wait a few times per update, for logs and priorities: (steps per update, these waits)
+# How often the host may wait for the GPU: at each step of all environments, for the actions; at
+# each gradient step; and once, for the losses that are logged
 WAITS = {
-    "ppo_continuous": (64, 18),  # seven metrics of each epoch, and checkpoints
-    "a2c_atari": (4, 10),
-    "dqn_per_atari": (4, 10),
-    "qmix_smac": (1, 3),
+    "ppo_continuous": (1, 4, 0),  # eight metrics in two minibatches
+    "a2c_atari": (1, 1, 5),  # whether the gradient is finite
+    "a3c_atari": (1, 19, 0),  # 16 gradients; whether they are finite; two checks by Categorical
+    "dqn_per_atari": (1, 4, 0),  # priorities, and three metrics
+    "qmix_smac": (2, 1, 5),  # Categorical checks its argument; whether the gradient is finite
+}
+# Device bugs, which on the CPU nobody notices
+BUGS = {
+    "a model stays on the CPU": (r"((?:Agent|QNetwork|Networks|copy)\(.*\))\.to\(device\)", r"\1"),
+    "data stay on the CPU": (r"(\bx\)*|tensor)\.to\(device\)|, device=device", r"\1"),
+    "an array of a tensor on the GPU": (r"\.cpu\(\)\.numpy\(\)", ".numpy()"),
 }
 
 
-def interrupted(folder: str, copy: str) -> None:
-    """Copy a run folder as if the run had been killed after its last checkpoint but one."""
-    shutil.copytree(folder, copy)
-    checkpoints = sorted(Path(copy).glob("checkpoint_*.pt"))
-    for path in (checkpoints[-1], Path(copy, "model.pt"), Path(copy, "result.json")):
-        path.unlink()
+@pytest.fixture
+def prepare(monkeypatch):
+    """A function that makes a script's runs short: games for QMIX, A3C's worker in this process."""
+
+    def spawn(worker, args, num_workers, **options):
+        shared = args[-1]  # goes on after a checkpoint, for which it does not wait
+        monkeypatch.setattr(time, "sleep", lambda _: shared.checkpoint_step.copy_(shared.steps[0]))
+        worker(0, *args)
+        return SimpleNamespace(join=lambda timeout: None)
+
+    def change(module):
+        monkeypatch.setattr(module, "EVAL_STEPS", 30)
+        if module.SCRIPT == "qmix_smac":
+            games = importlib.import_module("test_qmix_smac").make_games
+            monkeypatch.setattr(module, "make_envs", games)
+        if module.SCRIPT == "a3c_atari":
+            monkeypatch.setattr(module, "prepare_worker", lambda args: None)
+            monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+        return module
+
+    return change
 
 
-def run_steps(script: str) -> None:
-    """Run all steps in this process and folder; write what happened to steps.json."""
-    module, outcome = importlib.import_module(script), {}
-    flags = {field.name for field in fields(module.Args)}
-    for name, (on_gpu, call) in STEPS.items():
-        if name.startswith("resume"):
-            interrupted(call.split("_then_")[0].split()[-1], call.split()[-1])
-        call = call.format(small=SMALL[script])
-        if "torch_threads" in flags:
-            call += " --torch-threads 1"
-        if "cuda" in flags:
-            call += " --cuda" if on_gpu else " --no-cuda"
-        sys.argv = [f"{script}.py", *call.split()]
-        fake_gpu.transfers.clear()
-        outcome[name] = {"error": None}
-        try:
-            with fake_gpu.pretend() if on_gpu and not REAL else contextlib.nullcontext():
-                module.main()
-        except SystemExit as exit_:
-            if exit_.code:
-                outcome[name]["error"] = f"exit {exit_.code}"
-        except BaseException:
-            outcome[name]["error"] = traceback.format_exc()
-        outcome[name]["transfers"] = dict(fake_gpu.transfers)
-        Path("steps.json").write_text(json.dumps(outcome))
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(TESTS.parent))
-    run_steps(sys.argv[1])
-
-
-@pytest.fixture(scope="module", params=SMALL)
-def runs(request, tmp_path_factory):
-    """The script, the folder that its steps have left, and what happened in each."""
-    script, root = request.param, tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # shared by the workers, of which one runs the steps
-    folder = root / f"gpu_{script}"
-    with open(root / f"gpu_{script}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            folder.mkdir()
-            command = [sys.executable, str(TESTS / "test_gpu.py"), script]
-            with open(folder / "output", "w") as output:
-                subprocess.run(command, cwd=folder, stdout=output, stderr=output, timeout=300)
-    assert (folder / "steps.json").exists(), (folder / "output").read_text()[-3000:]
-    return script, folder, json.loads((folder / "steps.json").read_text())
-
-
-def tensors_of(content, name=""):
+def tensors_of(content: dict, name: str = "") -> dict:
     """All tensors of a model: {path: tensor}."""
-    if isinstance(content, torch.Tensor):
-        return {name: content}
-    items = content.items() if isinstance(content, dict) else []
-    return {k: t for key, value in items for k, t in tensors_of(value, f"{name}.{key}").items()}
+    items = [(f"{name}.{key}", value) for key, value in content.items()]
+    tensors = {key: value for key, value in items if isinstance(value, torch.Tensor)}
+    for key, value in items:
+        tensors |= tensors_of(value, key) if isinstance(value, dict) else {}
+    return tensors
 
 
-def model_of(folder):
-    """All tensors of a run's model."""
-    assert (folder / "model.pt").exists(), "the step that writes it has failed"
-    return tensors_of(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_trains_and_resumes_as_on_the_cpu(script, tmp_path, prepare, monkeypatch):
+    module, waits, steps = prepare(importlib.import_module(script)), [], []
+    flags = SMALL[script]
+
+    def count(function):
+        return lambda *args: waits.append(Counter(fake_gpu.waits)) or function(*args)
+
+    monkeypatch.setattr(module, "evaluate", count(module.evaluate))
+    if hasattr(module, "play"):  # which QMIX tests with
+        monkeypatch.setattr(module, "play", count(module.play))
+    cpu = train(module, tmp_path / "cpu", **flags, cuda=False)
+    hook = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    with on_gpu():
+        waits.clear()
+        gpu = train(module, tmp_path / "gpu", **flags, cuda=True)
+    hook.remove()
+    for folder, other in ((cpu, "cpu_then_gpu"), (gpu, "gpu_then_cpu")):
+        killed = shutil.copytree(folder, tmp_path / f"killed_{other}")
+        max(killed.glob("checkpoint_*.pt")).unlink()  # killed after the last but one
+        with on_gpu() if other == "cpu_then_gpu" else contextlib.nullcontext():
+            resume(module, killed, tmp_path / other, cuda=other == "cpu_then_gpu")
+
+    expected, same = tensors_of(load(cpu / "model.pt")), torch.allclose if REAL else torch.equal
+    for folder in ("gpu", "cpu_then_gpu", "gpu_then_cpu"):
+        found = tensors_of(load(tmp_path / folder / "model.pt"))
+        assert found.keys() == expected.keys()
+        assert [x for x in expected if not same(found[x], expected[x])] == [], folder
+    returns = [json.loads((x / "result.json").read_text())["episodic_return"] for x in (cpu, gpu)]
+    assert REAL or returns[0] == returns[1]
+
+    num_steps = load(gpu / "model.pt")["global_step"] / flags.get("num_envs", 1)
+    per_step, per_update, once = WAITS[script]
+    assert REAL or num_steps <= waits[0].total(), "no actions came from the GPU"
+    assert waits[0].total() <= num_steps * per_step + len(steps) * per_update + once, waits[0]
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_step_succeeds(runs, step):
-    _, _, outcome = runs
-    assert step in outcome, "the process ended before"
-    assert outcome[step]["error"] is None, outcome[step]["error"]
+def test_a3c_spawns_workers_that_use_the_gpu(tmp_path):
+    import a3c_atari as a3c
+
+    cpu = train(a3c, tmp_path / "cpu", **SMALL["a3c_atari"], cuda=False)
+    with on_gpu():
+        gpu = train(a3c, tmp_path / "gpu", **SMALL["a3c_atari"], cuda=True)
+    expected, found = (tensors_of(load(path / "model.pt")) for path in (cpu, gpu))
+    torch.testing.assert_close(found, expected, **{} if REAL else dict(rtol=0, atol=0))
 
 
-@pytest.mark.parametrize("folder", ["gpu", "cpu_then_gpu", "gpu_then_cpu"])
-def test_model_equals_the_cpus(runs, folder):
-    _, path, _ = runs
-    found, expected = model_of(path / folder), model_of(path / "cpu")
-    assert expected and found.keys() == expected.keys()
-    same = torch.allclose if REAL else torch.equal
-    assert [name for name in expected if not same(found[name], expected[name])] == []
-
-
-def test_evaluation_equals_the_cpus(runs):
-    _, path, _ = runs
-    results = [json.loads((path / name / "result.json").read_text()) for name in ("cpu", "gpu")]
-    if not REAL:
-        assert results[0]["episodic_return"] == results[1]["episodic_return"]
-
-
-@pytest.mark.skipif(REAL, reason="only the pretended GPU counts")
-def test_waits_for_the_gpu_no_more_than_documented(runs):
-    script, folder, outcome = runs
-    if script == "a3c_atari":
-        pytest.skip("its workers are other processes, which have counters of their own")
-    waits = Counter(outcome["train on the GPU"]["transfers"])
-    assert waits, "no tensor ever came back from the GPU: nothing was computed there"
-    waits -= Counter(outcome["evaluate the CPU's on the GPU"]["transfers"])
-    result = json.loads((folder / "gpu" / "result.json").read_text())
-    steps_per_update, beyond = WAITS[script]
-    updates = result["global_step"] / result["args"]["num_envs"] / steps_per_update
-    assert waits.total() <= updates * (steps_per_update + beyond), dict(waits)
-
-
-def test_script_and_its_processes_on_the_command_line(tmp_path):
-    """`python tests/fake_gpu.py SCRIPT` as a script with spawned workers would be run."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\n"
-        "import torch\n"
-        "import torch.multiprocessing as mp\n"
-        "def worker(rank):\n"
-        "    t = torch.full((2,), 3.0, device='cuda')\n"
-        "    print(sys.argv[1], torch.cuda.is_available(), (t + rank).sum().item())\n"
-        "if __name__ == '__main__':\n"
-        "    mp.spawn(worker, nprocs=1)\n"
-        "    worker(1)\n"
-    )
-    fake = [] if REAL else [str(TESTS / "fake_gpu.py")]
-    env = os.environ | {"FAKE_GPU_REPORT": str(tmp_path / "report.json")}
-    command = [sys.executable, *fake, str(script), "flag"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split("\n")[:2] == ["flag True 6.0", "flag True 8.0"], done.stderr
-    if not REAL:
-        assert json.loads((tmp_path / "report.json").read_text()) == {"script.py:6": 1}
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_planted_device_bugs_raise(script, bug, tmp_path, prepare):
+    text, places = re.subn(*BUGS[bug], (ROOT / f"{script}.py").read_text())
+    assert places, "the script has no such line"
+    (tmp_path / f"{script}.py").write_text(text)
+    module = prepare(load_module(tmp_path / f"{script}.py"))
+    with pytest.raises((RuntimeError, TypeError), match="device"), on_gpu():
+        train(module, tmp_path / "run", **SMALL[script], cuda=True)
