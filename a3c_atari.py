@@ -2,8 +2,7 @@
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
 #     "torch==2.13.0", "gymnasium==1.3.0", "ale-py==0.12.1", "numpy==2.4.6", "tyro==1.0.17",
-#     "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1",
-#     "huggingface-hub==2.4.0",
+#     "tqdm", "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1", "huggingface-hub==2.4.0",
 # ]
 # ///
 r"""Asynchronous advantage actor-critic (A3C) with an LSTM, on Atari.
@@ -16,11 +15,9 @@ it to the shared model without a lock ("Hogwild"). Then it copies the shared mod
 [HOG]   Recht et al. 2011, "Hogwild: a lock-free approach to parallelizing stochastic gradient
         descent", arXiv:1106.5730
 [ADAM]  Kingma, Ba 2015, "Adam: a method for stochastic optimization", arXiv:1412.6980
-[DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
 [GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
         estimation", arXiv:1506.02438
 [TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", arXiv:1712.00378
-[37]    Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
 
     symbol       variable        shape               meaning (t steps of a rollout, N = 1)
     \theta       shared_model                        parameters that all workers update
@@ -40,29 +37,24 @@ Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
   * Gradients are zeroed before each backward pass; pytorch-a3c on PyTorch 2 accumulates them.
   * Acting builds no graph. A rollout is recomputed as one batch, with gradients.
   * Network, crop, Adam, 20 steps and clipping are pytorch-a3c's. The paper has larger frames, two
-    convolutions, 5 steps, and RMSprop with annealed learning rates, sampled from 1e-4 to 1e-2;
-    `--optimizer rmsprop` keeps our 1e-4.
-  * Adam adds epsilon after the bias correction; pytorch-a3c before, 30 times as much at first.
+    convolutions, 5 steps, and RMSprop with annealed learning rates, sampled from 1e-4 to 1e-2.
   * The squared value error has the weight 1/4, as in pytorch-a3c; in the paper 1.
-  * Observations are normalized by their own mean and std; pytorch-a3c has running averages, which
-    are not saved. Weights are initialized orthogonally ([37]).
-  * With `--gae-lambda` below 1, the value target is the lambda-return; pytorch-a3c's stays R.
-  * Truncated episodes bootstrap from the value of their final observation ([TIME]), whose newest
-    frame is stale in ale-py 0.12.1. They have 27,000 steps, pytorch-a3c's 1,000,000.
+  * Observations are normalized by their own mean and std; pytorch-a3c has running averages.
   * FIRE is pressed on the first step of each life, which the policy loss masks out.
-  * Checkpoints reset the environments and reseed all random generators. So with one worker a
-    resumed run is bit-identical to an uninterrupted one; several update in no fixed order.
+  * Truncated episodes bootstrap from the value of their final observation ([TIME]), whose newest
+    frame is stale in ale-py 0.12.1.
+  * Checkpoints reset the environments and reseed all generators: with one worker, resuming is
+    bit-exact. Several update in no fixed order.
 
-    python a3c_atari.py --env-id PongDeterministic-v4              # writes runs/Pong...
-    python a3c_atari.py --resume runs/PongDeterministic-v4__...    # resumes an interrupted run
-    python a3c_atari.py --evaluate runs/PongDeterministic-v4__...  # evaluates a trained policy
+    python a3c_atari.py --env-id PongDeterministic-v4  # writes runs/PongDeterministic-v4__...
+    python a3c_atari.py --resume runs/...              # resumes an interrupted run
+    python a3c_atari.py --evaluate runs/...            # evaluates a trained policy
 """
 
 import contextlib
 import copy
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -74,6 +66,7 @@ import time
 import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -99,39 +92,39 @@ from tqdm import tqdm
 class Args:
     """Asynchronous advantage actor-critic on Atari."""
 
-    env_id: str = "PongDeterministic-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 with sticky actions
+    env_id: str = "PongDeterministic-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 (sticky actions)
     total_timesteps: int = 10_000_000  # steps of all workers, four frames each
     num_workers: int = 4  # processes that act and learn
     num_steps: int = 20  # t_max: steps of a worker between updates
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 1.0  # lambda of generalized advantage estimation; 1: n-step returns
-    episodic_life: bool = False  # whether a lost life ends the return
+    gae_lambda: float = 1.0  # lambda of the lambda-return; 1: n-step returns, the paper's
+    episodic_life: bool = False  # end the return at a lost life
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which includes a factor 1/2
     max_grad_norm: float = 50.0  # gradient clipping norm
     optimizer: Literal["adam", "rmsprop"] = "adam"  # Adam, or the paper's RMSprop
-    shared_optimizer: bool = True  # whether workers share the optimizer's state
+    shared_optimizer: bool = True  # share the optimizer's state between workers
     learning_rate: float = 1e-4  # step size
-    anneal_lr: bool = False  # whether to anneal the learning rate linearly to zero
-    rmsprop_alpha: float = 0.99  # decay rate of RMSprop's running average
-    rmsprop_eps: float = 1e-5  # RMSprop's epsilon, inside the root
-    lstm: bool = True  # whether the network has an LSTM and sees one frame, not four
-    crop: bool = True  # whether to crop the screen to rows 34 to 194 (not for MsPacman)
+    anneal_lr: bool = False  # anneal the learning rate linearly to zero
+    rmsprop_alpha: float = 0.99  # decay rate of RMSprop's average of squared gradients
+    rmsprop_eps: float = 1e-5  # added to that average
+    lstm: bool = True  # one frame and an LSTM (--no-lstm: four frames and none)
+    crop: bool = True  # crop the screen to rows 34 to 194 (not for MsPacman)
     max_episode_length: int = 27_000  # steps after which an episode is truncated
-    greedy: bool = False  # whether to evaluate greedy actions (argmax) instead of sampled ones
+    greedy: bool = False  # evaluate the greedy policy instead of sampling actions
     log_interval: int = 100  # how often to log losses (in updates of worker 0)
 
     exp_name: str = Path(__file__).stem  # experiment name, part of the run folder's name
     seed: int = 1  # seed of all random generators
-    torch_deterministic: bool = True  # whether cuDNN must be deterministic
-    cuda: bool = False  # whether to use the GPU (slower than the CPU for one frame)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    cuda: bool = False  # use the GPU (slower than the CPU for one frame)
     torch_threads: int = 1  # PyTorch's CPU threads in each process
-    track: bool = False  # whether to track the run with Weights & Biases
+    track: bool = False  # track the run with Weights & Biases
     wandb_project_name: str = "deep-rl-reference"  # W&B project
     wandb_entity: str | None = None  # W&B entity
-    capture_video: bool = False  # whether to record the first episode after each checkpoint
-    save_model: bool = True  # whether to save the final model as model.pt
-    upload_model: bool = False  # whether to upload the final model to the Hugging Face Hub
+    capture_video: bool = False  # record an episode after each checkpoint and in evaluation
+    save_model: bool = True  # save the final model as model.pt
+    upload_model: bool = False  # upload the final model to the Hugging Face Hub
     hf_entity: str | None = None  # user or organization on the Hub
     checkpoint_interval: int = 500_000  # steps between checkpoints
     run_folder: str | None = None  # start a run in this folder, or resume the one it holds
@@ -140,14 +133,11 @@ class Args:
     eval_episodes: int = 10  # evaluation episodes
 
     def check(self) -> None:
-        """Exit on values that would silently train something else than intended."""
-        for name, value in vars(self).items():
-            if type(value) is int and value < (0 if name == "seed" else 1):
-                sys.exit(f"error: --{name.replace('_', '-')} {value} is too small")
+        """Exit on values that would train something else than intended, or fail hours later."""
         if self.num_workers * self.num_steps > self.checkpoint_interval:
             sys.exit("error: --checkpoint-interval is below one rollout of each worker")
-        if self.max_episode_length < 10:  # shorter than the no-ops at a reset
-            sys.exit("error: --max-episode-length is below 10")
+        if min(self.num_workers, self.num_steps, self.total_timesteps, self.eval_episodes) < 1:
+            sys.exit("error: there must be workers, steps to train and episodes to evaluate")
 
 
 def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
@@ -155,7 +145,7 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
 
     Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
     episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
-    holds the final one. With `color`, observations are video frames (N, 1, 420, 320, 3).
+    holds the final one. `color` is for videos.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -166,7 +156,7 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
         num_threads=1,
         repeat_action_probability=spec.kwargs["repeat_action_probability"],
         frameskip=4,
-        maxpool=True,  # over the last two frames, because sprites flicker ([DQN] Methods)
+        maxpool=True,  # over the last two frames, because sprites flicker
         grayscale=not color,
         img_height=420 if color else 105,
         img_width=320 if color else 80,
@@ -265,7 +255,7 @@ class Agent(nn.Module):
         for name, parameter in self.named_parameters():
             if "bias" in name:
                 nn.init.zeros_(parameter)
-            elif "lstm" not in name:  # orthogonal ([37], core detail 2); at first nearly uniform
+            elif "lstm" not in name:  # Detail: orthogonal, the policy at first nearly uniform
                 gain = {"policy_head.weight": 0.01, "value_head.weight": 1.0}.get(name, 2**0.5)
                 nn.init.orthogonal_(parameter, gain)
         self.to(memory_format=torch.channels_last)  # faster convolutions
@@ -345,6 +335,10 @@ class SharedOptimizer(torch.optim.Optimizer):
             for tensor in state.values():
                 tensor.share_memory_()
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        settings = self.state_dict()["param_groups"]  # the flags', not the checkpoint's
+        super().load_state_dict(state_dict | {"param_groups": settings})
+
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
@@ -354,14 +348,14 @@ class SharedOptimizer(torch.optim.Optimizer):
 
 
 class SharedAdam(SharedOptimizer):
-    r"""Adam with `lr`, `betas`, `eps`, [ADAM] Alg. 1:
+    r"""[ADAM] Alg. 1.
 
     m = \beta_1 m + (1 - \beta_1) g,  \hat m = m / (1 - \beta_1^t);  v, \hat v: g^2 and \beta_2
     \theta = \theta - \alpha \hat m / (\sqrt{\hat v} + \epsilon)
 
-    By Cauchy-Schwarz |\hat m| / \sqrt{\hat v} is below `bound`, 7.3 for betas (0.9, 0.999). But m
-    may hold the gradient of a worker that writes at the same time, and v not yet. Without the
-    bound, an early step could then be thousands of times too long and destroy the model.
+    By Cauchy-Schwarz the quotient is below `bound`, 7.3 for betas (0.9, 0.999). But m may hold the
+    gradient of a worker that writes at the same time, and v not yet: an early step could be
+    thousands of times too long and destroy the model.
     """
 
     def initial_state(self, p: torch.Tensor) -> dict:
@@ -380,10 +374,10 @@ class SharedAdam(SharedOptimizer):
 
 
 class SharedRMSprop(SharedOptimizer):
-    r"""RMSprop with `lr`, `alpha`, `eps`, [A3C] Sec. 4; g is 1 at first, as in TensorFlow:
+    r"""[A3C] Sec. 4. As in TensorFlow, g starts at one.
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2
-    \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}  (in PyTorch \sqrt{g} + \epsilon)
+    \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
     """
 
     def initial_state(self, p: torch.Tensor) -> dict:
@@ -393,6 +387,13 @@ class SharedRMSprop(SharedOptimizer):
         average = (group["alpha"] * g).addcmul_(grad, grad, value=1 - group["alpha"])
         g.copy_(average)  # `average` holds our gradient, whatever others write meanwhile
         p.addcdiv_(grad, average.add_(group["eps"]).sqrt_(), value=-group["lr"])
+
+
+def make_optimizer(args: Args, params) -> SharedOptimizer:
+    lr, eps = args.learning_rate, args.rmsprop_eps
+    if args.optimizer == "adam":
+        return SharedAdam(params, lr=lr, betas=(0.9, 0.999), eps=1e-8)
+    return SharedRMSprop(params, lr=lr, alpha=args.rmsprop_alpha, eps=eps)
 
 
 def update(local_model: Agent, shared_model: Agent, optimizer, rollout: tuple, args) -> dict:
@@ -409,41 +410,34 @@ def update(local_model: Agent, shared_model: Agent, optimizer, rollout: tuple, a
     return metrics
 
 
-@dataclass
-class Shared:
-    """What the processes share, without a lock ([HOG])."""
-
-    model: Agent
-    optimizers: list[SharedOptimizer]  # one for all workers, or one for each
-    steps: torch.Tensor  # of each worker (num_workers,)
-    checkpoint_step: torch.Tensor  # global step of the last checkpoint ()
-    messages: mp.SimpleQueue  # for the log: (global_step, episodes, scalars)
-
-
-def actor_learner(rank: int, args: Args, folder: Path, shared: Shared) -> None:
-    """Worker `rank`, [A3C] Alg. S3."""
+def actor_learner(
+    rank: int, args: Args, folder: Path, shared_model, optimizers, steps, checkpoint_step, messages
+) -> None:
+    """Worker `rank`, [A3C] Alg. S3. The model, `optimizers` (one for all workers or one for each),
+    `steps` of each worker and `checkpoint_step` are shared, without a lock ([HOG]).
+    """
     prepare_worker(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, 1)
-    local_model = copy.deepcopy(shared.model).to(device)
-    optimizer = shared.optimizers[0 if args.shared_optimizer else rank]
+    local_model = copy.deepcopy(shared_model).to(device)
+    optimizer = optimizers[0 if args.shared_optimizer else rank]
     learning_rates = [group["lr"] for group in optimizer.param_groups]
-    global_step = int(shared.checkpoint_step)
+    global_step = int(checkpoint_step)
 
     while global_step < args.total_timesteps:
         seed = seed_everything(args.seed, global_step, 2 + rank)  # whether interrupted here or not
-        video_folder = folder / "videos" / str(global_step)
-        current_obs = envs.reset(seed, video_folder if args.capture_video and rank == 0 else None)
+        videos = folder / "videos" / str(global_step) if rank == 0 else None
+        current_obs = envs.reset(seed, videos)
         lstm_state, updates = local_model.initial_state(1), 0
         next_checkpoint = (global_step // args.checkpoint_interval + 1) * args.checkpoint_interval
 
         while global_step < min(next_checkpoint, args.total_timesteps):
             # theta' = theta. Others may write meanwhile: the copy may mix two versions
-            local_model.load_state_dict(shared.model.state_dict())
+            local_model.load_state_dict(shared_model.state_dict())
 
             # Act for t_max steps, or until the episode ends
-            steps, first_state, done = [], lstm_state, False
-            while len(steps) < args.num_steps and not done:
+            rollout, first_state, done = [], lstm_state, False
+            while len(rollout) < args.num_steps and not done:
                 policy_mask = ~envs.fire
                 with torch.no_grad():
                     obs = torch.as_tensor(current_obs[None], device=device)
@@ -451,10 +445,10 @@ def actor_learner(rank: int, args: Args, folder: Path, shared: Shared) -> None:
                     # The same as Categorical(logits=logits).sample(), and faster
                     actions = logits[0].softmax(-1).multinomial(1)[:, 0].cpu().numpy()
                 obs, next_obs, rewards, terminations, truncations, _ = envs.step(actions)
-                steps.append((current_obs, actions, policy_mask, rewards))
+                rollout.append((current_obs, actions, policy_mask, rewards))
                 current_obs, done = obs, terminations[0] or truncations[0]
                 if envs.episodes:
-                    shared.messages.put((global_step + len(steps), envs.episodes, {}))
+                    messages.put((global_step + len(rollout), envs.episodes, {}))
 
             # R = 0 for terminal s_t, V(s_t; theta') otherwise
             with torch.no_grad():
@@ -464,24 +458,24 @@ def actor_learner(rank: int, args: Args, folder: Path, shared: Shared) -> None:
                 lstm_state = local_model.initial_state(1)
 
             # Update; gradients do not reach back before `first_state`
-            rollout = [torch.as_tensor(np.stack(x), device=device) for x in zip(*steps)]
+            steps[rank] += len(rollout)
+            rollout = [torch.as_tensor(np.stack(x), device=device) for x in zip(*rollout)]
             rollout += [first_state, bootstrap]
             fraction = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
             for group, learning_rate in zip(optimizer.param_groups, learning_rates):
                 group["lr"] = learning_rate * fraction
-            metrics = update(local_model, shared.model, optimizer, rollout, args)
-            shared.steps[rank] += len(steps)
-            global_step, updates = int(shared.steps.sum()), updates + 1
+            metrics = update(local_model, shared_model, optimizer, rollout, args)
+            global_step, updates = int(steps.sum()), updates + 1
             if rank == 0 and updates % args.log_interval == 0:
                 scalars = {f"losses/{name}": metric.item() for name, metric in metrics.items()}
                 scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-                shared.messages.put((global_step, {}, scalars))
+                messages.put((global_step, {}, scalars))
 
-        last_checkpoint = int(shared.checkpoint_step)
-        shared.messages.put((global_step, {}, None))  # this worker has stopped
-        while int(shared.checkpoint_step) == last_checkpoint:  # until `train` has saved
+        last_checkpoint = int(checkpoint_step)
+        messages.put((global_step, {}, None))  # this worker has stopped
+        while int(checkpoint_step) == last_checkpoint:  # until `train` has saved
             time.sleep(0.01)
-        global_step = int(shared.checkpoint_step)
+        global_step = int(checkpoint_step)
 
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
@@ -490,20 +484,12 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, 1)
     model = Agent(envs.obs_shape, envs.num_actions, args)
-    if args.optimizer == "adam":
-        optimizer_class, options = SharedAdam, {"betas": (0.9, 0.999), "eps": 1e-8}
-    else:
-        optimizer_class = SharedRMSprop
-        options = {"alpha": args.rmsprop_alpha, "eps": args.rmsprop_eps}
-    num_optimizers = 1 if args.shared_optimizer else args.num_workers
-    options["lr"] = args.learning_rate
-    optimizers = [optimizer_class(model.parameters(), **options) for _ in range(num_optimizers)]
+    number = 1 if args.shared_optimizer else args.num_workers
+    optimizers = [make_optimizer(args, model.parameters()) for _ in range(number)]
 
     # Everything a checkpoint must hold
     parts = {"agent": model} | {f"optimizer_{i}": x for i, x in enumerate(optimizers)}
     global_step = restore(parts, checkpoint) if checkpoint else 0
-    for optimizer in optimizers:
-        optimizer.param_groups[0].update(options)  # those of the flags, not of the checkpoint
     run = Run(args, folder, checkpoint, parts, args.total_timesteps)
     run.save_checkpoint(global_step)
 
@@ -513,9 +499,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         part.share_memory()
     # Trap: a forked worker would hang with two threads of PyTorch, and fail with CUDA
     messages = mp.get_context("spawn").SimpleQueue()
-    shared = Shared(model, optimizers, steps, checkpoint_step, messages)
+    shared = (model, optimizers, steps, checkpoint_step, messages)
     workers = mp.spawn(
-        actor_learner, (args, folder, shared), args.num_workers, join=False, daemon=True
+        actor_learner, (args, folder, *shared), args.num_workers, join=False, daemon=True
     )
 
     while global_step < args.total_timesteps:
@@ -549,12 +535,12 @@ EVAL_STEPS = 100_000  # where evaluation episodes are cut off
 
 @torch.no_grad()
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
-    """Unclipped returns of `args.eval_episodes` episodes with sampled or greedy actions."""
+    """Unclipped returns of `args.eval_episodes` episodes."""
     envs = AtariEnvs(args, args.eval_episodes)
     agent = Agent(envs.obs_shape, envs.num_actions, args).eval()
     global_step = restore({"agent": agent}, model)
-    videos = folder / "videos" / "evaluation" if args.capture_video else None
-    obs, ended = envs.reset(seed_everything(args.seed, global_step, 1), videos), {}
+    seed = seed_everything(args.seed, global_step, 1)
+    obs, ended = envs.reset(seed, folder / "videos" / "evaluation"), {}
     lstm_state = agent.initial_state(args.eval_episodes)
     for _ in range(EVAL_STEPS):
         logits, _, lstm_state = agent(torch.from_numpy(obs[None]), lstm_state)
@@ -567,7 +553,6 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
             break
     else:
         print(f"note: evaluation episodes were cut off after {EVAL_STEPS} steps")
-    envs.envs.close()
     returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
     return returns
@@ -593,17 +578,15 @@ def seed_everything(*key: int) -> int:
 def write_file(path: Path, content: dict) -> None:
     """Write a checkpoint or model atomically."""
     torch.save(content, path.with_suffix(".tmp"))
-    with open(path.with_suffix(".tmp"), "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+    os.replace(path.with_suffix(".tmp"), path)
 
 
 def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
         with contextlib.suppress(Exception):  # damaged files raise many kinds of exceptions
-            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             if intact and checkpoint["script"] == SCRIPT:
                 return checkpoint
         print(f"note: {file} is damaged or not a checkpoint of {SCRIPT}.py")
@@ -612,11 +595,8 @@ def load_checkpoint(path: Path) -> dict:
 
 def restore(parts: dict, checkpoint: dict) -> int:
     """Load the state of all parts. Returns the checkpoint's global step."""
-    try:
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
-    except (KeyError, RuntimeError, ValueError) as error:
-        sys.exit(f"error: the checkpoint does not fit: {error}")
+    for name, part in parts.items():
+        part.load_state_dict(checkpoint[name])
     return checkpoint["global_step"]
 
 
@@ -625,15 +605,12 @@ class Run:
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        first_step, seconds = 0, 0
-        if checkpoint:
-            first_step, seconds = checkpoint["global_step"], checkpoint["seconds"]
-        self.started = time.time() - seconds  # includes the time before a resume
         self.recent_returns, self.num_episodes = deque(maxlen=100), None
-        modules = [part for part in parts.values() if isinstance(part, nn.Module)]
-        groups = [g for part in parts.values() for g in getattr(part, "param_groups", [])]
-        trained = {p for group in groups for p in group["params"]}
-        if trained.difference(*[module.parameters() for module in modules]):
+        start = checkpoint or {"global_step": 0, "seconds": 0}
+        self.started = time.time() - start["seconds"]  # includes the time before a resume
+        modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
+        groups = [group for part in parts.values() for group in getattr(part, "param_groups", [])]
+        if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # Windows has no such lock
@@ -641,26 +618,20 @@ class Run:
 
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         print(f"run folder: {folder}", flush=True)
-        if args.upload_model:
-            import huggingface_hub
-
-            self.hub = huggingface_hub.HfApi()
-            self.hub.whoami()  # fail now rather than after training
         if args.track:
             import wandb
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            options |= {"config": asdict(args), "allow_val_change": True}
-            options |= {"resume": "allow", "sync_tensorboard": True}
+            options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
+            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             try:
-                wandb.init(**options, id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:])
+                wandb.init(**options, sync_tensorboard=True, id=run_id)
             except wandb.errors.CommError:  # for example, that run was deleted
-                wandb.init(**options)
-        # TensorBoard hides points after the checkpoint's step, which are logged again
-        purge_step = first_step + 1 if checkpoint else None
-        self.writer = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)
-        interval = 0.1 if sys.stderr.isatty() else 10
-        self.bar = tqdm(total=last_step, initial=first_step, unit=" steps", mininterval=interval)
+                wandb.init(**options, sync_tensorboard=True)
+        step = start["global_step"]  # points after it are logged again
+        self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
+        self.bar = tqdm(total=last_step, initial=step, unit=" steps")
+        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
     def log(self, global_step: int, scalars: dict) -> None:
         for tag, value in scalars.items():
@@ -669,9 +640,9 @@ class Run:
     def log_episodes(self, global_step: int, episodes: dict) -> None:
         """Log the mean return and length of the episodes that a step ended."""
         if episodes:
+            self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            self.num_episodes += len(returns)
             self.log(global_step, {"charts/episodic_return": returns.mean()})
             self.log(global_step, {"charts/episodic_length": lengths.mean()})
 
@@ -693,10 +664,10 @@ class Run:
             print("note: no episode ended between two checkpoints, which reset the environments")
         self.num_episodes = 0
         self.writer.flush()
-        path = self.folder / f"checkpoint_{global_step:012}.pt"
-        write_file(path, self.pack(global_step, self.parts))
-        for old_path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
-            old_path.unlink()
+        checkpoint = self.pack(global_step, self.parts)
+        write_file(self.folder / f"checkpoint_{global_step:012}.pt", checkpoint)
+        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+            path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:
         """Save the run and the model (the named parts), then evaluate and write result.json."""
@@ -708,19 +679,18 @@ class Run:
         returns = evaluate(args, model, self.folder)
         self.log(global_step, {"eval/episodic_return": np.mean(returns)})
         self.writer.close()
-        result = {name: model[name] for name in ("script", "args", "global_step", "seconds")}
+        result = {name: x for name, x in model.items() if name not in names}
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            repo = self.hub.create_repo(
-                "/".join(filter(None, (args.hf_entity, name))), exist_ok=True
-            )
-            card = f"---\ntags: [reinforcement-learning, {args.env_id}]\n---\n{SCRIPT}.py\n"
+            from huggingface_hub import HfApi
+
+            card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
-            files = ["README.md", "model.pt", "result.json", "videos/**"]
-            folder = self.folder
-            self.hub.upload_folder(repo_id=repo.repo_id, folder_path=folder, allow_patterns=files)
+            name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
+            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
+            repo, unneeded = HfApi().create_repo(name, exist_ok=True).repo_id, "checkpoint_*"
+            HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns=unneeded)
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
@@ -735,19 +705,12 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        folder /= re.sub(r"[^\w.-]+", "-", name)
-        while True:
-            with contextlib.suppress(FileExistsError):  # another run began in the same second
-                folder.mkdir(parents=True)
-                break
-            folder = folder.with_name(folder.name + "_")
+        now = f"{datetime.now():%y%m%d-%H%M%S-%f}"
+        folder /= re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{now}")
     return args, folder, checkpoint
 
 
 def main() -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored in a shell's background jobs
-        signal.signal(signum, signal.default_int_handler)
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
         print("note: no CUDA device was found, so the CPU is used")
@@ -759,17 +722,11 @@ def main() -> None:
         else:
             train(args, folder, checkpoint)
     except KeyboardInterrupt:
-        command = shlex.join(["python", sys.argv[0], "--resume", str(folder)])
-        sys.exit(f"\ninterrupted; resume with: {command}")
+        sys.exit("\nresume with: " + shlex.join(["python", sys.argv[0], "--resume", str(folder)]))
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use by another process")
-    except (gym.error.Error, OSError, FloatingPointError) as error:
+    except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
-    finally:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # if it is empty
 
 
 if __name__ == "__main__":

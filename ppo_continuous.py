@@ -7,56 +7,54 @@
 # ///
 r"""Proximal policy optimization (PPO) for continuous control.
 
-Each iteration collects `num_steps` steps from every environment, estimates advantages with GAE, and
-runs `update_epochs` epochs of minibatch gradient descent on a surrogate objective. Clipping its
-probability ratio to [1 - epsilon, 1 + epsilon] removes the incentive to move the policy further; it
-does not constrain the policy.
+Each iteration collects steps from every environment, estimates advantages with GAE, and takes
+several epochs of minibatch gradient steps on a surrogate objective. Clipping its probability ratio
+to [1 - epsilon, 1 + epsilon] removes the incentive to move the policy further.
 
 [PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
 [GAE]   Schulman et al. 2016, "High-dimensional continuous control using GAE", arXiv:1506.02438
 [TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", arXiv:1712.00378
 [37]    Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
 
-    symbol        variable     shape      meaning (T num_steps, N num_envs, B minibatch size)
-    s_t           obs          (T, N, D)  normalized observation
-    s_{t+1}       next_obs     (T, N, D)  next observation (the final one at an episode's end)
-    a_t           actions      (T, N, A)  sampled action, before clipping to the action space
-    r_t           rewards      (T, N)     scaled reward
-    V(s_t)        values       (T, N)     value estimate
-    \delta_t      delta        (T, N)     TD residual, [PPO] Eq. (12)
-    \hat A_t      advantages   (T, N)     advantage estimate, [GAE] Eq. (16), [PPO] Eq. (11)
-    V_t^{targ}    returns      (T, N)     value target, [PPO] Eq. (9)
-    r_t(\theta)   ratio        (B,)       pi(a_t|s_t) / pi_old(a_t|s_t), [PPO] Sec. 3
-    \epsilon      clip_coef               clip range, [PPO] Eq. (7)
-    c_1, c_2      vf_coef / 2, ent_coef   loss weights, [PPO] Eq. (9)
+    symbol       variable    shape      meaning (T num_steps, N num_envs, B minibatch size)
+    s_t          obs         (T, N, D)  normalized observation
+    s_{t+1}      next_obs    (T, N, D)  what it led to (at an episode's end, the final one)
+    a_t          actions     (T, N, A)  sampled action, before clipping to the action space
+    r_t          rewards     (T, N)     scaled reward
+    V(s_t)       values      (T, N)     estimated value
+    \delta_t     delta       (T, N)     TD residual, [PPO] Eq. (12)
+    \hat A_t     advantages  (T, N)     estimated advantage, [GAE] Eq. (16), [PPO] Eq. (11)
+    V_t^{targ}   returns     (T, N)     value target, [PPO] Eq. (9)
+    r_t(\theta)  ratio       (B,)       pi(a_t|s_t) / pi_old(a_t|s_t), [PPO] Sec. 3
+    \epsilon     clip_coef              clip range, [PPO] Eq. (7)
+    c_1, c_2     vf_coef / 2, ent_coef  loss weights, [PPO] Eq. (9)
 
 Differences from common implementations (reasons: docs/ppo_continuous.md):
-  * Truncated episodes bootstrap from the value of their final observation ([TIME], not in CleanRL).
+  * Truncated episodes bootstrap from the value of their final observation [TIME].
   * All environments share normalization statistics, saved with the model, frozen in evaluation.
   * The return that scales rewards is reset at every episode end.
-  * Logged losses and the KL of `--target-kl` are means over the last epoch, not of one minibatch.
+  * Logged losses and the KL of `--target-kl` are means over the last epoch.
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
-    python ppo_continuous.py --env-id HalfCheetah-v4    # writes runs/HalfCheetah-v4__...
-    python ppo_continuous.py --resume runs/...          # resumes an interrupted run
-    python ppo_continuous.py --evaluate runs/...        # evaluates a trained policy
+    python ppo_continuous.py --env-id HalfCheetah-v4  # writes runs/HalfCheetah-v4__...
+    python ppo_continuous.py --resume runs/...        # resumes an interrupted run
+    python ppo_continuous.py --evaluate runs/...      # evaluates a trained policy
 """
 
 import contextlib
-import copy
 import json
+import logging
 import math
-import multiprocessing
 import os
 import random
 import re
 import shlex
-import signal
 import sys
 import time
 import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 import gymnasium as gym
@@ -75,69 +73,50 @@ from tqdm import tqdm
 class Args:
     """Proximal policy optimization for continuous control."""
 
-    env_id: str = "HalfCheetah-v4"  # gymnasium environment with a Box action space
-    total_timesteps: int = 1_000_000  # steps of all environments, rounded up to whole batches
+    env_id: str = "HalfCheetah-v4"  # environment with a Box action space
+    total_timesteps: int = 1_000_000  # steps, rounded up to whole batches
     num_envs: int = 1  # N: parallel environments
     num_steps: int = 2048  # T: steps per environment and iteration
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of GAE
-    bootstrap_truncation: bool = True  # bootstrap at truncation
     update_epochs: int = 10  # K: epochs per batch
     num_minibatches: int = 32  # minibatches per epoch
-    norm_adv: bool = True  # normalize advantages in each minibatch
+    norm_adv: bool = True  # normalize advantages per minibatch
     clip_coef: float = 0.2  # epsilon: clip range
     clip_vloss: bool = True  # clip the value loss as well
-    vf_coef: float = 0.5  # weight of the value loss, which includes a factor 1/2
+    vf_coef: float = 0.5  # weight of the value loss
     ent_coef: float = 0.0  # c2: weight of the entropy bonus
-    target_kl: float | None = None  # stop updating after an epoch with a larger mean KL
+    target_kl: float | None = None  # stop updating above this KL
     learning_rate: float = 3e-4  # Adam's step size
-    anneal_lr: bool = True  # anneal the learning rate linearly to zero
+    anneal_lr: bool = True  # anneal it linearly to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
-    log_std_init: float = 0.0  # initial log standard deviation (HalfCheetah: better -1)
+    log_std_init: float = 0.0  # initial log std (HalfCheetah: better -1)
 
-    exp_name: str = Path(__file__).stem  # experiment name, part of the run folder's name
-    seed: int = 1  # seed of all random generators
-    torch_deterministic: bool = True  # use deterministic cuDNN kernels
-    cuda: bool = False  # use the GPU (slower for networks this small)
+    exp_name: str = Path(__file__).stem  # name of the experiment
+    seed: int = 1  # seed of all generators
+    torch_deterministic: bool = True  # deterministic cuDNN kernels
+    cuda: bool = False  # use the GPU (slower)
     torch_threads: int = 1  # PyTorch's CPU threads
-    async_envs: bool = False  # run each environment in its own process
-    compile: bool = False  # compile the update and act in numpy (needs a C++ compiler)
-    track: bool = False  # track the run with Weights & Biases
+    async_envs: bool = False  # environments in processes of their own
+    compile: bool = False  # about twice as fast; needs a C++ compiler
+    track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "deep-rl-reference"  # W&B project
     wandb_entity: str | None = None  # W&B entity
-    capture_video: bool = False  # record an episode after each checkpoint and in evaluation
-    save_model: bool = True  # save the final model as model.pt
-    upload_model: bool = False  # upload the final model to the Hugging Face Hub
-    hf_entity: str | None = None  # user or organization on the Hub
+    capture_video: bool = False  # record an episode after each checkpoint
+    save_model: bool = True  # save model.pt
+    upload_model: bool = False  # upload the model to the Hugging Face Hub
+    hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 100_000  # steps between checkpoints
-    run_folder: str | None = None  # start a run in this folder, or resume the one it holds
+    run_folder: str | None = None  # start or resume the run in this folder
     resume: str | None = None  # resume the run in this folder
-    evaluate: str | None = None  # evaluate the model in this file or run folder
+    evaluate: str | None = None  # evaluate this model or run folder
     eval_episodes: int = 10  # evaluation episodes
-
-    def check(self) -> None:
-        """Exit on values that would silently train something else than intended."""
-        size, count = self.num_envs * self.num_steps, self.num_minibatches
-        if min(self.total_timesteps, self.update_epochs, self.eval_episodes, self.seed + 1) < 1:
-            sys.exit("error: steps, epochs and episodes must be positive, the seed not negative")
-        if not 0 < count < size or size % count:
-            sys.exit(f"error: {size} steps cannot be split into {count} minibatches of 2 or more")
-        if size > self.checkpoint_interval:
-            sys.exit(f"error: --checkpoint-interval is below the batch size of {size}")
 
 
 def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
-    """Make an environment with flat observations. Exits if that is impossible."""
-    prepare_process(args)
-    errors = Exception if args.capture_video else (ImportError, gym.error.Error)
-    try:
-        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
-        if video_folder:
-            env.reset()
-            env.render()
-    except errors as error:
-        hint = "; try another MUJOCO_GL: egl, osmesa, glfw" if args.capture_video else ""
-        sys.exit(f"error: cannot make {args.env_id}: {error}{hint}")
+    """Make an environment with flat observations."""
+    prepare_mujoco(args)
+    env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
     for space in (env.unwrapped.action_space, env.unwrapped.observation_space):
         space.seed(seed)  # some environments sample from their spaces
     if video_folder:
@@ -145,15 +124,15 @@ def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
     env = gym.wrappers.FlattenObservation(env)
     obs, actions = env.observation_space, env.action_space
     if not (isinstance(obs, Box) and isinstance(actions, Box) and actions.dtype.kind == "f"):
-        sys.exit(f"error: {args.env_id} needs Box spaces, actions of floats: {obs}, {actions}")
+        sys.exit(f"error: {args.env_id} has other spaces than Box of floats: {obs}, {actions}")
     return env
 
 
 def make_envs(args: Args, num_envs: int, seed: int, video_folder: Path | None) -> VectorEnv:
     """Make parallel environments. Replace this to train on a vectorized simulator.
 
-    Requires flat Box spaces and SAME_STEP autoreset: at an episode's end, `step` returns the next
-    episode's first observation, and `info["final_obs"]` holds the final one.
+    Requires flat Box spaces and SAME_STEP autoreset: at an episode's end, `step` returns the first
+    observation of the next, and `info["final_obs"]` holds the final one.
     """
     folders = [video_folder] + [None] * (num_envs - 1)
     env_fns = [lambda i=i: make_env(args, seed + i, folders[i]) for i in range(num_envs)]
@@ -179,16 +158,16 @@ class RunningMeanStd:
         return np.sqrt(self.m2 / max(self.count, 1) + 1e-8)
 
     def state_dict(self) -> dict:
-        return {"count": self.count, "mean": torch.tensor(self.mean), "m2": torch.tensor(self.m2)}
+        return {name: torch.tensor(x) for name, x in vars(self).items()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.count, self.mean, self.m2 = state["count"], state["mean"].numpy(), state["m2"].numpy()
+        vars(self).update({name: x.numpy() for name, x in state.items()})
 
 
 class Environments:
     """Parallel environments with normalized observations and scaled rewards.
 
-    `episodes` maps environments to the (return, length) of episodes that the last step ended.
+    `episodes` maps indices of environments to the return and length of episodes that just ended.
     """
 
     def __init__(self, args: Args, num_envs: int, training: bool = True) -> None:
@@ -198,22 +177,22 @@ class Environments:
         (self.action_dim,) = self.envs.single_action_space.shape
         self.obs_stats, self.return_stats = RunningMeanStd((self.obs_dim,)), RunningMeanStd()
 
-    def reset(self, seed: int, video_folder: Path | None) -> np.ndarray:
+    def reset(self, seed: int, video_folder: Path) -> np.ndarray:
         """Remake and reset the environments. Returns observations (N, D)."""
-        self.envs.close()  # Trap: `reset(seed)` does not reset all state of some environments
-        self.envs = make_envs(self.args, self.num_envs, seed, video_folder)
+        self.envs.close()  # Trap: some environments keep state that `reset(seed)` does not reset
+        folder = video_folder if self.args.capture_video else None
+        self.envs = make_envs(self.args, self.num_envs, seed, folder)
         self.discounted_returns, self.returns, self.lengths = np.zeros((3, self.num_envs))
         try:
-            obs = self.envs.reset(seed=seed)[0].reshape(self.num_envs, self.obs_dim)
+            return self.normalize(self.envs.reset(seed=seed)[0])
         except ValueError as error:
-            sys.exit(f"error: the observations do not have their space's shape: {error}")
-        return self.normalize(obs)
+            sys.exit(f"error: do observations have their space's shape? {error}")
 
     def step(self, actions: np.ndarray) -> tuple:
         """Step with actions (N, A), clipped to the action space.
 
-        Returns the observations to act on (N, D), the next observations of the transitions (N, D),
-        rewards, terminations, truncations (N,), and info. At an episode's end, the two differ.
+        Returns the observations to act on, those that the actions led to (which differ where an
+        episode ended), rewards, terminations, truncations, and info.
         """
         space = self.envs.single_action_space
         actions = actions.clip(space.low, space.high)
@@ -236,14 +215,14 @@ class Environments:
         return obs, next_obs, rewards, terminations, truncations, info
 
     def normalize(self, obs: np.ndarray) -> np.ndarray:
-        """Normalize and clip observations (M, D) ([37], continuous details 6 and 7)."""
+        """Normalize and clip observations (M, D): [37], continuous details 6, 7."""
         if self.training:
             self.obs_stats.update(obs)
         obs = (obs - self.obs_stats.mean) / self.obs_stats.std
         return obs.clip(-10, 10).astype(np.float32)
 
     def scale(self, rewards: np.ndarray) -> np.ndarray:
-        """Divide rewards (N,) by the return's std ([37], continuous details 8 and 9)."""
+        """Divide rewards (N,) by the return's std: [37], continuous details 8, 9."""
         self.discounted_returns = self.args.gamma * self.discounted_returns + rewards
         if self.training:
             self.return_stats.update(self.discounted_returns)
@@ -252,7 +231,7 @@ class Environments:
 
 
 def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
-    """Two hidden layers of 64 tanh units, orthogonally initialized ([37], core detail 2)."""
+    """Two hidden layers of 64 tanh units, orthogonally initialized: [37], core detail 2."""
     layers = [nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)]
     for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), output_gain)):
         nn.init.orthogonal_(layer.weight, gain)
@@ -261,7 +240,7 @@ def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """Separate policy and value networks; the policy's std does not depend on the observation."""
+    """Separate policy and value networks; the policy's std does not depend on the state."""
 
     def __init__(self, obs_dim: int, action_dim: int, log_std_init: float = 0.0) -> None:
         super().__init__()
@@ -270,7 +249,7 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.full((action_dim,), float(log_std_init)))
 
     def policy(self, obs: Tensor) -> Independent:
-        """pi(.|s): a diagonal Gaussian, with log-probabilities and entropies (B,)."""
+        """pi(.|s): a diagonal Gaussian, whose log-probabilities and entropies are (B,)."""
         gaussian = Normal(self.actor(obs), self.log_std.exp(), validate_args=False)
         return Independent(gaussian, 1, validate_args=False)
 
@@ -283,17 +262,15 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     r"""Generalized advantage estimates (T, N) from tensors (T, N).
 
     \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, up to the episode's or the batch's end,
-    \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V is 0 after a termination
-    [GAE] Eq. (16), [PPO] Eqs. (11), (12).
-
-    `next_values` are values of the next observations, not of the next row, which after a truncation
-    belongs to another episode ([TIME]).
+    \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V(s_{t+1}) is 0 after a termination
+    ([GAE] Eq. (16), [PPO] Eqs. (11), (12)) and else `next_values`, not the next row's value, which
+    after a truncation is of another episode [TIME].
     """
     delta = rewards + gamma * next_values * ~terminations - values
-    continues = ~(terminations | truncations)
+    decay = gamma * gae_lambda * (~(terminations | truncations)).to(delta)
     advantages, advantage = torch.zeros_like(delta), 0
     for t in reversed(range(len(delta))):
-        advantages[t] = advantage = delta[t] + gamma * gae_lambda * advantage * continues[t]
+        advantages[t] = advantage = delta[t] + decay[t] * advantage
     return advantages
 
 
@@ -319,44 +296,46 @@ def ppo_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[Tensor,
     entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-    # Two estimates of KL(old || new): http://joschu.net/blog/kl-approx.html
-    metrics["old_approx_kl"] = -logratio.mean()
-    metrics["approx_kl"] = (ratio - 1 - logratio).mean()
-    metrics["clipfrac"] = ((ratio - 1).abs() > args.clip_coef).float().mean()
-    return loss, {name: metric.detach() for name, metric in metrics.items()}
+    metrics = {name: metric.detach() for name, metric in metrics.items()}
+    with torch.no_grad():  # two estimates of KL(old || new): http://joschu.net/blog/kl-approx.html
+        metrics["old_approx_kl"] = -logratio.mean()
+        metrics["approx_kl"] = (ratio - 1 - logratio).mean()
+        metrics["clipfrac"] = ((ratio - 1).abs() > args.clip_coef).float().mean()
+    return loss, metrics
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, minibatch: list, args: Args) -> dict:
     """Take one gradient step on a minibatch. Returns metrics."""
-    loss, metrics = ppo_loss(agent, minibatch, args)
     optimizer.zero_grad()
+    loss, metrics = ppo_loss(agent, minibatch, args)
     loss.backward()
     metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
     return metrics
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def act(agent: Agent, obs: np.ndarray, device: torch.device) -> np.ndarray:
     """Sample actions (N, A) for observations (N, D)."""
     return agent.policy(torch.from_numpy(obs).to(device)).sample().cpu().numpy()
 
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
-    """Train from scratch or from a checkpoint. Raises FloatingPointError on infinite gradients."""
-    args.check()
+    """Train from scratch or from a checkpoint. Raises FloatingPointError if it diverges."""
     batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size > args.checkpoint_interval:
+        sys.exit(f"error: minibatches or checkpoint interval do not fit batches of {batch_size}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
     envs = Environments(args, args.num_envs)
     agent = Agent(envs.obs_dim, envs.action_dim, args.log_std_init).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     learning_rates = [group["lr"] for group in optimizer.param_groups]
-    act_fn, update_fn = accelerate(act, update, args) if args.compile else (act, update)
+    act_fn, update_fn = accelerate(args) if args.compile else (act, update)
 
     # Everything a checkpoint must hold
-    stats = {"obs_stats": envs.obs_stats, "return_stats": envs.return_stats}
-    parts = {"agent": agent, "optimizer": optimizer, **stats}
+    parts = {"agent": agent, "optimizer": optimizer, "obs_stats": envs.obs_stats}
+    parts["return_stats"] = envs.return_stats
     global_step = start = restore(parts, checkpoint) if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, folder, checkpoint, parts, last_step)
@@ -365,8 +344,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
             seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
-            videos = folder / "videos" / str(global_step) if args.capture_video else None
-            current_obs = envs.reset(seed, videos)
+            current_obs = envs.reset(seed, folder / "videos" / str(global_step))
         for group, learning_rate in zip(optimizer.param_groups, learning_rates):
             group["lr"] = learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
 
@@ -386,26 +364,22 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         with torch.no_grad():
             logprobs = agent.policy(obs).log_prob(actions)
             values, next_values = agent.value(obs), agent.value(next_obs)
-        if not args.bootstrap_truncation:
-            terminations = terminations | truncations
-        masks = (terminations, truncations)
-        advantages = compute_gae(rewards, values, next_values, *masks, args.gamma, args.gae_lambda)
+        inputs = (rewards, values, next_values, terminations, truncations)
+        advantages = compute_gae(*inputs, args.gamma, args.gae_lambda)
         returns = advantages + values
 
         # K epochs of minibatches: [PPO] Alg. 1, line 6
         batch = (obs, actions, logprobs, values, advantages, returns)
-        batch = [x.flatten(0, 1) for x in batch]
         for _ in range(args.update_epochs):
-            epoch = []
-            for indices in torch.randperm(batch_size, device=device).chunk(args.num_minibatches):
-                minibatch = [x[indices] for x in batch]
-                epoch.append(update_fn(agent, optimizer, minibatch, args))
+            order = torch.randperm(batch_size, device=device)
+            shuffled = [x.flatten(0, 1)[order].chunk(args.num_minibatches) for x in batch]
+            epoch = [update_fn(agent, optimizer, minibatch, args) for minibatch in zip(*shuffled)]
             metrics = {name: float(sum(m[name] for m in epoch)) / len(epoch) for name in epoch[0]}
             if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
                 break
 
         if not math.isfinite(metrics["grad_norm"]):
-            raise FloatingPointError(f"the gradient is not finite at step {global_step}")
+            raise FloatingPointError(f"infinite gradient at step {global_step}")
         metrics["explained_variance"] = 1 - (returns - values).var() / returns.var()
         run.log(global_step, {f"losses/{name}": value for name, value in metrics.items()})
         run.log(global_step, {"charts/learning_rate": group["lr"]})
@@ -429,11 +403,11 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs = Environments(args, args.eval_episodes, training=False)
     agent = Agent(envs.obs_dim, envs.action_dim).eval()
     global_step = restore({"agent": agent, "obs_stats": envs.obs_stats}, model)
-    videos = folder / "videos" / "evaluation" if args.capture_video else None
-    obs, ended = envs.reset(seed_everything(args.seed, global_step, 1), videos), {}
+    seed, ended = seed_everything(args.seed, global_step, 1), {}
+    obs = envs.reset(seed, folder / "videos" / "evaluation")
     for _ in range(EVAL_STEPS):
         obs, *_ = envs.step(agent.policy(torch.from_numpy(obs)).mode.numpy())
-        ended = envs.episodes | ended  # keeps the first episode of each environment
+        ended = envs.episodes | ended  # the first episode of each environment
         if len(ended) == args.eval_episodes:
             break
     else:
@@ -444,18 +418,18 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     return returns
 
 
-def prepare_process(args: Args) -> None:
-    """Prepare a process for making environments."""
+def prepare_mujoco(args: Args) -> None:
+    """Render without a display, and print warnings (Trap: MuJoCo 4 writes them to a file)."""
     if args.capture_video and sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a display
+        os.environ.setdefault("MUJOCO_GL", "egl")
     if "mujoco" in str(gym.registry.get(args.env_id)):
-        import mujoco
+        try:
+            import mujoco
 
-        # Trap: otherwise MuJoCo 4 writes its warnings to MUJOCO_LOG.TXT
+            _ = args.capture_video and mujoco.GLContext(64, 64)
+        except Exception as error:
+            sys.exit(f"error: {error}; try another MUJOCO_GL: egl, osmesa, glfw")
         mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
-    if multiprocessing.parent_process():  # with --async-envs: `main` handles Ctrl-C
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def seed_everything(*key: int) -> int:
@@ -470,17 +444,15 @@ def seed_everything(*key: int) -> int:
 def write_file(path: Path, content: dict) -> None:
     """Write a checkpoint or model atomically."""
     torch.save(content, path.with_suffix(".tmp"))
-    with open(path.with_suffix(".tmp"), "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+    os.replace(path.with_suffix(".tmp"), path)
 
 
 def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
         with contextlib.suppress(Exception):  # damaged files raise many kinds of exceptions
-            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             if intact and checkpoint["script"] == SCRIPT:
                 return checkpoint
         print(f"note: {file} is damaged or not a checkpoint of {SCRIPT}.py")
@@ -489,11 +461,8 @@ def load_checkpoint(path: Path) -> dict:
 
 def restore(parts: dict, checkpoint: dict) -> int:
     """Load the state of all parts. Returns the checkpoint's global step."""
-    try:
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
-    except (KeyError, RuntimeError, ValueError) as error:
-        sys.exit(f"error: the checkpoint does not fit: {error}")
+    for name, part in parts.items():
+        part.load_state_dict(checkpoint[name])
     return checkpoint["global_step"]
 
 
@@ -502,15 +471,12 @@ class Run:
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        first_step, seconds = 0, 0
-        if checkpoint:
-            first_step, seconds = checkpoint["global_step"], checkpoint["seconds"]
-        self.started = time.time() - seconds  # includes the time before a resume
         self.recent_returns, self.num_episodes = deque(maxlen=100), None
-        modules = [part for part in parts.values() if isinstance(part, nn.Module)]
-        groups = [g for part in parts.values() for g in getattr(part, "param_groups", [])]
-        trained = {p for group in groups for p in group["params"]}
-        if trained.difference(*[module.parameters() for module in modules]):
+        start = checkpoint or {"global_step": 0, "seconds": 0}
+        self.started = time.time() - start["seconds"]  # includes the time before a resume
+        modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
+        groups = [group for part in parts.values() for group in getattr(part, "param_groups", [])]
+        if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # Windows has no such lock
@@ -518,26 +484,20 @@ class Run:
 
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         print(f"run folder: {folder}", flush=True)
-        if args.upload_model:
-            import huggingface_hub
-
-            self.hub = huggingface_hub.HfApi()
-            self.hub.whoami()  # fail now rather than after training
         if args.track:
             import wandb
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            options |= {"config": asdict(args), "allow_val_change": True}
-            options |= {"resume": "allow", "sync_tensorboard": True}
+            options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
+            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             try:
-                wandb.init(**options, id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:])
+                wandb.init(**options, sync_tensorboard=True, id=run_id)
             except wandb.errors.CommError:  # for example, that run was deleted
-                wandb.init(**options)
-        # TensorBoard hides points after the checkpoint's step, which are logged again
-        purge_step = first_step + 1 if checkpoint else None
-        self.writer = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)
-        interval = 0.1 if sys.stderr.isatty() else 10
-        self.bar = tqdm(total=last_step, initial=first_step, unit=" steps", mininterval=interval)
+                wandb.init(**options, sync_tensorboard=True)
+        step = start["global_step"]  # points after it are logged again
+        self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
+        self.bar = tqdm(total=last_step, initial=step, unit=" steps")
+        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
     def log(self, global_step: int, scalars: dict) -> None:
         for tag, value in scalars.items():
@@ -546,9 +506,9 @@ class Run:
     def log_episodes(self, global_step: int, episodes: dict) -> None:
         """Log the mean return and length of the episodes that a step ended."""
         if episodes:
+            self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            self.num_episodes += len(returns)
             self.log(global_step, {"charts/episodic_return": returns.mean()})
             self.log(global_step, {"charts/episodic_length": lengths.mean()})
 
@@ -570,10 +530,10 @@ class Run:
             print("note: no episode ended between two checkpoints, which reset the environments")
         self.num_episodes = 0
         self.writer.flush()
-        path = self.folder / f"checkpoint_{global_step:012}.pt"
-        write_file(path, self.pack(global_step, self.parts))
-        for old_path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
-            old_path.unlink()
+        checkpoint = self.pack(global_step, self.parts)
+        write_file(self.folder / f"checkpoint_{global_step:012}.pt", checkpoint)
+        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+            path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:
         """Save the run and the model (the named parts), then evaluate and write result.json."""
@@ -585,98 +545,62 @@ class Run:
         returns = evaluate(args, model, self.folder)
         self.log(global_step, {"eval/episodic_return": np.mean(returns)})
         self.writer.close()
-        result = {name: model[name] for name in ("script", "args", "global_step", "seconds")}
+        result = {name: x for name, x in model.items() if name not in names}
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            repo = self.hub.create_repo(
-                "/".join(filter(None, (args.hf_entity, name))), exist_ok=True
-            )
-            card = f"---\ntags: [reinforcement-learning, {args.env_id}]\n---\n{SCRIPT}.py\n"
+            from huggingface_hub import HfApi
+
+            card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
-            files = ["README.md", "model.pt", "result.json", "videos/**"]
-            folder = self.folder
-            self.hub.upload_folder(repo_id=repo.repo_id, folder_path=folder, allow_patterns=files)
+            name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
+            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
+            repo, unneeded = HfApi().create_repo(name, exist_ok=True).repo_id, "checkpoint_*"
+            HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns=unneeded)
 
 
-def accelerate(act, update, args: Args):
-    """--compile: `act` in numpy, and `update` with loss, gradient and clipping compiled.
+def accelerate(args: Args):
+    """--compile: `act` in numpy and `update` compiled. Where that fails, a note says why."""
+    with contextlib.suppress(AttributeError):  # new versions compile `backward` as well
+        torch._dynamo.config.trace_autograd_ops = True
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    compiled_update = torch.compile(update, options={"fallback_random": True})  # draws as eagerly
+    calls, weights = 0, []
 
-    Both are compared with the plain functions, `act` in every iteration, `update` once. Where one
-    fails, a note says why, and the plain function takes over.
-    """
-    calls, layers, std, checked = 0, [], None, False
-    torch.compiler.reset()  # forget an earlier run in this process
+    def fast_update(agent, optimizer, *inputs):
+        for group in optimizer.param_groups:  # Trap: every new float would be compiled anew
+            group["lr"] = torch.as_tensor(group["lr"])
+        return compiled_update(agent, optimizer, *inputs)
 
-    def mean_action(obs):
-        for weight, bias in layers[:-1]:
-            obs = np.tanh(obs @ weight.T + bias)
-        return obs @ layers[-1][0].T + layers[-1][1]
-
-    def numpy_act(agent, obs, device):
-        nonlocal calls, layers, std
-        if calls % args.num_steps == 0:  # a new policy
-            arrays = [parameter.detach().cpu().numpy() for parameter in agent.actor.parameters()]
-            layers = list(zip(arrays[::2], arrays[1::2]))
-            pair = np.concatenate([obs, -obs])
-            with torch.random.fork_rng():
-                policy = agent.policy(torch.from_numpy(pair).to(device)).base_dist
-            std, mean = policy.stddev.detach().cpu().numpy(), policy.mean.detach().cpu().numpy()
-            np.testing.assert_allclose(mean_action(pair), mean, atol=1e-4)
-            np.testing.assert_array_equal(std[1:], std[:-1])
+    def fast_act(agent, obs, device):
+        nonlocal calls, weights
+        if calls % args.num_steps == 0:
+            weights = [x.detach().cpu().numpy() for x in (*agent.actor.parameters(), agent.log_std)]
+        hidden = np.tanh(obs @ weights[0].T + weights[1])
+        hidden = np.tanh(hidden @ weights[2].T + weights[3])
+        mean, std = hidden @ weights[4].T + weights[5], np.exp(weights[-1])
+        if calls % args.num_steps == 0:  # a new policy: is this its distribution?
+            with torch.random.fork_rng(), torch.no_grad():
+                policy = agent.policy(torch.from_numpy(obs).to(device))
+            expected = torch.cat([policy.mean, policy.stddev]).cpu().numpy()
+            np.testing.assert_allclose([*mean, *(std + 0 * mean)], expected, atol=1e-4)
         calls += 1
-        return mean_action(obs) + std[: len(obs)] * torch.randn(len(obs), std.shape[1]).numpy()
+        return mean + std * torch.randn(mean.shape).numpy()
 
-    class Loss(nn.Module):
-        def __init__(self, agent):
-            super().__init__()
-            self.agent = agent
-
-        def forward(self, minibatch, args):
-            return ppo_loss(self.agent, minibatch, args)
-
-    @torch.compile(fullgraph=True, options={"fallback_random": True})
-    def gradient(loss, parameters, minibatch, args):
-        def compute(parameters):
-            return torch.func.functional_call(loss, parameters, (minibatch, args))
-
-        grads, metrics = torch.func.grad(compute, has_aux=True)(parameters)
-        metrics["grad_norm"] = nn.utils.get_total_norm(grads.values())
-        scale = (args.max_grad_norm / (metrics["grad_norm"] + 1e-6)).clamp(max=1)
-        return [grad * scale for grad in grads.values()], metrics
-
-    def compiled_update(agent, optimizer, minibatch, args):
-        nonlocal checked
-        if not checked:
-            checked, pairs = True, [copy.deepcopy((agent, optimizer)) for _ in range(2)]
-            for function, pair in zip((update, compiled_update), pairs):
-                with torch.random.fork_rng():
-                    function(*pair, minibatch, args)
-            torch.testing.assert_close(*[agent.state_dict() for agent, _ in pairs])
-        loss = Loss(agent)
-        parameters = {name: p for name, p in loss.named_parameters() if p.requires_grad}
-        grads, metrics = gradient(loss, parameters, minibatch, args)
-        for parameter, grad in zip(parameters.values(), grads):
-            parameter.grad = grad
-        optimizer.step()
-        return metrics
-
-    def either(fast, plain):
+    def fallback(fast, plain):
         def call(*inputs):
             nonlocal fast
-            if fast is not plain:
+            if fast:
                 try:
                     return fast(*inputs)
                 except Exception as error:
-                    reason = " ".join(str(error).split())[:120]
-                    print(f"note: --compile does not apply to {plain.__name__}(): {reason}")
-                    fast = plain
+                    print(f"note: {plain.__name__}() is not compiled: {str(error)[:100]!r}")
+                    fast = None
             return plain(*inputs)
 
         return call
 
-    return either(numpy_act, act), either(compiled_update, update)
+    return fallback(fast_act, act), fallback(fast_update, update)
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
@@ -691,19 +615,12 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        folder /= re.sub(r"[^\w.-]+", "-", name)
-        while True:
-            with contextlib.suppress(FileExistsError):  # another run began in the same second
-                folder.mkdir(parents=True)
-                break
-            folder = folder.with_name(folder.name + "_")
+        now = f"{datetime.now():%y%m%d-%H%M%S-%f}"
+        folder /= re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{now}")
     return args, folder, checkpoint
 
 
 def main() -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored in a shell's background jobs
-        signal.signal(signum, signal.default_int_handler)
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
         print("note: no CUDA device was found, so the CPU is used")
@@ -715,17 +632,11 @@ def main() -> None:
         else:
             train(args, folder, checkpoint)
     except KeyboardInterrupt:
-        command = shlex.join(["python", sys.argv[0], "--resume", str(folder)])
-        sys.exit(f"\ninterrupted; resume with: {command}")
+        sys.exit("\nresume with: " + shlex.join(["python", sys.argv[0], "--resume", str(folder)]))
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use by another process")
-    except (gym.error.Error, OSError, FloatingPointError) as error:
+    except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
-    finally:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # if it is empty
 
 
 if __name__ == "__main__":
