@@ -48,7 +48,6 @@ import importlib.util
 import io
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -60,6 +59,7 @@ import zipfile
 import zlib
 from collections import deque, namedtuple
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -170,6 +170,7 @@ def make_space(n_agents: int, n_actions: int, obs_dim: int, state_dim: int) -> T
 def make_smax(map_name: str) -> tuple:
     """A SMAX map ([SMAX]), and its `reset` and `step` compiled for N environments."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leave the GPU to torch
+    sys.modules["jaxmarl.environments.mabrax"] = None  # Trap: its import replaces sys.stdout
     with contextlib.redirect_stdout(io.StringIO()):  # the import prints
         import jax
         import jax.numpy as jnp
@@ -633,7 +634,7 @@ class Smac(gym.Env):
 
 
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
-    """Returns of `args.eval_episodes` greedy episodes; evaluation.json has the victories, too."""
+    """Returns of `args.eval_episodes` greedy episodes. Adds their victories to `model`."""
     envs = Environments(args, min(args.num_envs, args.eval_episodes))
     networks = Networks(args, envs.shape)
     global_step = restore({"networks": networks}, model)
@@ -643,8 +644,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs.envs.close()
     score = f"{np.mean(returns):.2f} +- {np.std(returns):.2f}, {np.mean(wins):.1%} won"
     print(f"evaluation: {score}, {len(returns)} episodes")
-    result = {"global_step": global_step, "episodic_return": returns, "battle_won": wins}
-    (folder / "evaluation.json").write_text(json.dumps(result))
+    model["battle_won"] = wins  # for result.json
     return returns
 
 
@@ -660,17 +660,15 @@ def seed_everything(*key: int) -> int:
 def write_file(path: Path, content: dict) -> None:
     """Write a checkpoint or model atomically."""
     torch.save(content, path.with_suffix(".tmp"))
-    with open(path.with_suffix(".tmp"), "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+    os.replace(path.with_suffix(".tmp"), path)
 
 
 def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
         with contextlib.suppress(Exception):  # damaged files raise many kinds of exceptions
-            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             if intact and checkpoint["script"] == SCRIPT:
                 return checkpoint
         print(f"note: {file} is damaged or not a checkpoint of {SCRIPT}.py")
@@ -679,11 +677,8 @@ def load_checkpoint(path: Path) -> dict:
 
 def restore(parts: dict, checkpoint: dict) -> int:
     """Load the state of all parts. Returns the checkpoint's global step."""
-    try:
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
-    except (KeyError, RuntimeError, ValueError) as error:
-        sys.exit(f"error: the checkpoint does not fit: {error}")
+    for name, part in parts.items():
+        part.load_state_dict(checkpoint[name])
     return checkpoint["global_step"]
 
 
@@ -692,15 +687,12 @@ class Run:
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        first_step, seconds = 0, 0
-        if checkpoint:
-            first_step, seconds = checkpoint["global_step"], checkpoint["seconds"]
-        self.started = time.time() - seconds  # includes the time before a resume
         self.recent_returns, self.num_episodes = deque(maxlen=100), None
-        modules = [part for part in parts.values() if isinstance(part, nn.Module)]
-        groups = [g for part in parts.values() for g in getattr(part, "param_groups", [])]
-        trained = {p for group in groups for p in group["params"]}
-        if trained.difference(*[module.parameters() for module in modules]):
+        start = checkpoint or {"global_step": 0, "seconds": 0}
+        self.started = time.time() - start["seconds"]  # includes the time before a resume
+        modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
+        groups = [group for part in parts.values() for group in getattr(part, "param_groups", [])]
+        if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # Windows has no such lock
@@ -708,26 +700,20 @@ class Run:
 
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         print(f"run folder: {folder}", flush=True)
-        if args.upload_model:
-            import huggingface_hub
-
-            self.hub = huggingface_hub.HfApi()
-            self.hub.whoami()  # fail now rather than after training
         if args.track:
             import wandb
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            options |= {"config": asdict(args), "allow_val_change": True}
-            options |= {"resume": "allow", "sync_tensorboard": True}
+            options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
+            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             try:
-                wandb.init(**options, id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:])
+                wandb.init(**options, sync_tensorboard=True, id=run_id)
             except wandb.errors.CommError:  # for example, that run was deleted
-                wandb.init(**options)
-        # TensorBoard hides points after the checkpoint's step, which are logged again
-        purge_step = first_step + 1 if checkpoint else None
-        self.writer = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)
-        interval = 0.1 if sys.stderr.isatty() else 10
-        self.bar = tqdm(total=last_step, initial=first_step, unit=" steps", mininterval=interval)
+                wandb.init(**options, sync_tensorboard=True)
+        step = start["global_step"]  # points after it are logged again
+        self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
+        self.bar = tqdm(total=last_step, initial=step, unit=" steps")
+        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
     def log(self, global_step: int, scalars: dict) -> None:
         for tag, value in scalars.items():
@@ -736,9 +722,9 @@ class Run:
     def log_episodes(self, global_step: int, episodes: dict) -> None:
         """Log the mean return and length of the episodes that a step ended."""
         if episodes:
+            self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            self.num_episodes += len(returns)
             self.log(global_step, {"charts/episodic_return": returns.mean()})
             self.log(global_step, {"charts/episodic_length": lengths.mean()})
 
@@ -760,10 +746,10 @@ class Run:
             print("note: no episode ended between two checkpoints, which reset the environments")
         self.num_episodes = 0
         self.writer.flush()
-        path = self.folder / f"checkpoint_{global_step:012}.pt"
-        write_file(path, self.pack(global_step, self.parts))
-        for old_path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
-            old_path.unlink()
+        checkpoint = self.pack(global_step, self.parts)
+        write_file(self.folder / f"checkpoint_{global_step:012}.pt", checkpoint)
+        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+            path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:
         """Save the run and the model (the named parts), then evaluate and write result.json."""
@@ -775,19 +761,18 @@ class Run:
         returns = evaluate(args, model, self.folder)
         self.log(global_step, {"eval/episodic_return": np.mean(returns)})
         self.writer.close()
-        result = {name: model[name] for name in ("script", "args", "global_step", "seconds")}
+        result = {name: x for name, x in model.items() if name not in names}
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            repo = self.hub.create_repo(
-                "/".join(filter(None, (args.hf_entity, name))), exist_ok=True
-            )
-            card = f"---\ntags: [reinforcement-learning, {args.env_id}]\n---\n{SCRIPT}.py\n"
+            from huggingface_hub import HfApi
+
+            card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
-            files = ["README.md", "model.pt", "result.json", "videos/**"]
-            folder = self.folder
-            self.hub.upload_folder(repo_id=repo.repo_id, folder_path=folder, allow_patterns=files)
+            name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
+            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
+            repo, unneeded = HfApi().create_repo(name, exist_ok=True).repo_id, "checkpoint_*"
+            HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns=unneeded)
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
@@ -802,19 +787,12 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        folder /= re.sub(r"[^\w.-]+", "-", name)
-        while True:
-            with contextlib.suppress(FileExistsError):  # another run began in the same second
-                folder.mkdir(parents=True)
-                break
-            folder = folder.with_name(folder.name + "_")
+        now = f"{datetime.now():%y%m%d-%H%M%S-%f}"
+        folder /= re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{now}")
     return args, folder, checkpoint
 
 
 def main() -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored in a shell's background jobs
-        signal.signal(signum, signal.default_int_handler)
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
         print("note: no CUDA device was found, so the CPU is used")
@@ -826,17 +804,11 @@ def main() -> None:
         else:
             train(args, folder, checkpoint)
     except KeyboardInterrupt:
-        command = shlex.join(["python", sys.argv[0], "--resume", str(folder)])
-        sys.exit(f"\ninterrupted; resume with: {command}")
+        sys.exit("\nresume with: " + shlex.join(["python", sys.argv[0], "--resume", str(folder)]))
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use by another process")
-    except (gym.error.Error, OSError, FloatingPointError) as error:
+    except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
-    finally:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # if it is empty
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """QMIX: its mathematics, its environments, readers' changes, and exact resume."""
 
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -112,9 +111,9 @@ def minibatch(episodes):
     return replay.sample(len(episodes))
 
 
-def make_networks(args, dtype=torch.float64, shape=SHAPE, seed=1):
+def make_networks(args, dtype=torch.float64, seed=1, module=q):
     """Networks and target networks with large random parameters."""
-    pair = nn.ModuleList(q.Networks(args, shape).to(dtype) for _ in range(2))
+    pair = nn.ModuleList(module.Networks(args, SHAPE).to(dtype) for _ in range(2))
     torch.manual_seed(seed)
     for parameter in pair.parameters():
         parameter.data.normal_(0, 0.5)
@@ -450,8 +449,11 @@ def test_the_log_says_what_happened(finished, tmp_path):
     assert epsilon[201] == pytest.approx(1 - 0.95 * 198 / 400)
     assert epsilon[501] == pytest.approx(0.05) and rates[501] == pytest.approx(5e-4 * 3 / 501)
     assert {"losses/td_loss", "losses/grad_norm", "charts/battle_won"} <= points.keys()
-    won = json.loads((finished.folder / "evaluation.json").read_text())["battle_won"]
-    assert sorted(won) == first_wins(q.seed_everything(1, 501, 1), 4)
+    model = q.load_checkpoint(finished.folder / "model.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(q, "make_envs", make_games)
+        q.evaluate(Args(**model["args"]), model, finished.folder)
+    assert sorted(model["battle_won"]) == first_wins(q.seed_everything(1, 501, 1), 4)
 
     seeds = finished.seeds + spied(tmp_path / "other", seed=2, total_timesteps=300).seeds
     assert len(seeds) == 3 + 3 + 1 + 2 + 2 + 1 and len({x // 100 for x in seeds}) == len(seeds)

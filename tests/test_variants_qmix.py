@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same, load, logged, resume, train
-from test_qmix_smac import SHAPE, SMALL, make_games, minibatch, random_episodes
+from test_qmix_smac import SMALL, make_games, make_networks, minibatch, random_episodes
 
 quick = pytest.mark.quick
 PAYOFFS = np.array([[8, -12, -12], [-12, 0, 0], [-12, 0, 0]])  # not monotone: [WQMIX], [QPLEX]
@@ -16,10 +16,11 @@ AGENTS = [0, 1, 2]
 JOINT = torch.tensor(list(itertools.product(range(3), repeat=2)))  # actions of two agents
 
 
-@pytest.mark.parametrize("name", ["own_environment", "weighted", "qplex"])
+@pytest.mark.parametrize("name", ["own_environment", "weighted", "qplex", "mappo"])
 def test_run_resume_evaluate(patched, monkeypatch, tmp_path, name):
     """A run resumed from its middle equals the whole one; evaluation repeats the final one."""
-    module, flags = patched("qmix_smac", name), SMALL | dict(total_timesteps=500)
+    module = patched("qmix_smac", name)
+    flags = {flag: value for flag, value in SMALL.items() if hasattr(module.Args, flag)}
     if name != "own_environment":
         monkeypatch.setattr(module, "make_envs", make_games)
     whole, cut = train(module, tmp_path / "whole", **flags), tmp_path / "cut"
@@ -62,15 +63,6 @@ def test_weighted_learns_a_game_that_is_not_monotone(patched, weighting, alpha, 
     assert PAYOFFS[tuple(qs[0, 0].argmax(dim=-1))] == best
 
 
-def make_networks(module, args, seed=1):
-    """Networks and target networks with large random parameters."""
-    pair = torch.nn.ModuleList(module.Networks(args, SHAPE).double() for _ in range(2))
-    torch.manual_seed(seed)
-    for parameter in pair.parameters():
-        parameter.data.normal_(0, 0.4)
-    return pair
-
-
 def values(agent, episode):
     """Q (T+1, n, A) of one episode."""
     actions = torch.cat([torch.full((1, 3), -1), episode.actions])
@@ -89,7 +81,7 @@ def test_weighted_loss_by_loops(patched, weighting):
     """[WQMIX] Eqs. (10) to (13)."""
     module, episodes = patched("qmix_smac", "weighted"), random_episodes([2, 6, 4, 9, 5])
     args, rows = module.Args(weighting=weighting), []
-    networks, targets = make_networks(module, args)
+    networks, targets = make_networks(args, module=module)
     loss, metrics = module.qmix_loss(networks, targets, minibatch(episodes), args)
     for episode in episodes:
         agents = (networks.agent, networks.central_agent, targets.central_agent)
@@ -114,7 +106,7 @@ def test_qplex_mixer_over_all_joint_actions(patched):
     """Q_tot = V_tot + sum of lambda_i A_i, lambda_i > 0; the greedy joint action is the agents'."""
     module = patched("qmix_smac", "qplex")
     for seed in range(10):
-        mixer = make_networks(module, module.Args(), seed)[0].mixer
+        mixer = make_networks(module.Args(), seed=seed, module=module)[0].mixer
         qs, state = 5 * torch.randn(3, 4).double(), torch.randn(6).double()
         w, b = mixer.hyper_w(state).abs() + 1e-10, mixer.hyper_b(state)
         joint = torch.tensor(list(itertools.product(range(4), repeat=3)))
@@ -143,7 +135,7 @@ def test_qplex_loss_by_loops(patched, double_q):
     """The mixer gets the agents' highest available values, of the same network."""
     module, episodes, squares = patched("qmix_smac", "qplex"), random_episodes([2, 6, 4]), []
     args = module.Args(double_q=double_q)
-    networks, targets = make_networks(module, args)
+    networks, targets = make_networks(args, module=module)
     loss, _ = module.qmix_loss(networks, targets, minibatch(episodes), args)
 
     def mix(mixer, qs, state, avail, u):
@@ -161,18 +153,51 @@ def test_qplex_loss_by_loops(patched, double_q):
 
 
 @quick
-def test_qplex_represents_what_qmix_cannot(patched):
-    """The payoffs that are not monotone, for values whose greedy actions are the best ones."""
-    module, errors = patched("qmix_smac", "qplex"), []
-    inputs = (-(JOINT > 0).float(), torch.ones(9, 1), torch.zeros(9, 2), JOINT)
-    for name in ("qplex", "qmix"):
-        torch.manual_seed(1)
-        mixer = module.Networks(module.Args(mixer=name), module.Shape(2, 3, 1, 1)).mixer
-        optimizer = torch.optim.Adam(mixer.parameters(), lr=3e-2)
-        for _ in range(400):
-            loss = (mixer(*inputs)[:, 0] - torch.tensor(PAYOFFS).flatten()).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        errors.append(loss.item())
-    assert errors[0] < 0.01 and errors[1] > 30
+def test_mappo_loss_by_loops(patched, monkeypatch):
+    """[MAPPO] App. A; in the first epoch of `update`, and where values have moved by 0.3."""
+    module, calls, rows = patched("qmix_smac", "mappo"), [], []
+    args, mappo_loss = module.Args(update_epochs=1, gamma=0.9), module.mappo_loss
+    networks = make_networks(args, module=module)[0]
+    networks.critic.observe(torch.tensor([3.0, 5.0]))  # mean 4, deviation 1
+    logprobs = torch.rand(20, 3).double().log() / 4 - 1
+    episodes = random_episodes([6, 5, 4])
+    episodes = [module.Episode(*x[:5], logprobs[-len(x.rewards) :], *x[5:]) for x in episodes]
+    batch = module.Episode(*map(torch.nn.utils.rnn.pad_sequence, zip(*episodes)))
+    for e in episodes:
+        v, logits = 4 + networks.critic(e.state)[:, 0].detach(), values(networks.agent, e)
+        r, discounts = e.rewards[:, 0], 0.9 * (1 - e.terminations[:, 0])
+        deltas = r + discounts * v[1:] - v[:-1]
+        for t in range(len(r)):
+            gae = sum(deltas[k] * (0.9 * 0.95) ** (k - t) for k in range(t, len(r)))
+            rows.append((gae, v[t] + gae, v[t] - 4, e, t, logits[t]))
+    gaes, returns, old = (torch.stack(x) for x in zip(*(row[:3] for row in rows)))
+    mean, square = (4 + returns.mean()) / 2, (17 + returns.square().mean()) / 2
+    errors, objectives, entropies = old - (returns - mean) / (square - mean**2).sqrt(), [], []
+    for gae, (*_, e, t, logits) in zip((gaes - gaes.mean()) / (gaes.std() + 1e-5), rows):
+        for a in AGENTS:
+            p = logits[a].exp() * e.avail_actions[t, a]
+            p = p / p.sum()
+            if e.avail_actions[t, a].sum() > 1:
+                ratio = p[e.actions[t, a]] / e.logprobs[t, a].exp()
+                objectives.append(min(ratio * gae, ratio.clamp(0.8, 1.2) * gae))
+                entropies.append(-(p * (p + 1e-300).log()).sum())
+    policy_loss, entropy = -np.mean(objectives), np.mean(entropies)
+    monkeypatch.setattr(module, "mappo_loss", lambda *x: calls.append(x) or mappo_loss(*x))
+    metrics = module.update(networks, torch.optim.SGD(networks.parameters(), lr=0.0), batch, args)
+    value_loss, names = errors.square().mean().item(), ("policy_loss", "entropy", "value_loss")
+    measured = [metrics[name].item() for name in names]
+    assert measured == pytest.approx([policy_loss, entropy, value_loss], rel=1e-6)
+    *inputs, (old_values, *data), _ = calls[0]
+    loss, metrics = mappo_loss(*inputs, (old_values + 0.3, *data), args)
+    clipped = torch.max(errors.square(), (errors + 0.1).square()).mean().item()
+    assert loss.item() == pytest.approx(policy_loss - 0.01 * entropy + clipped, rel=1e-6)
+
+
+@quick
+def test_mappo_samples_available_actions_by_the_policy(patched):
+    module, avail = patched("qmix_smac", "mappo"), torch.tensor([True, False, True, False])
+    torch.manual_seed(0)
+    pi = module.policy(torch.tensor([1.0, 9.0, 0.0, 9.0]).expand(20000, 4), avail)
+    shares = pi.sample().bincount(minlength=4) / 20000
+    assert shares[0] == pytest.approx(1 / (1 + np.exp(-1)), abs=0.02) and shares[[1, 3]].sum() == 0
+    assert (pi.mode == 0).all() and pi.entropy().isfinite().all()
