@@ -15,30 +15,28 @@ import ppo_continuous as ppo
 sys.path.insert(0, str(ROOT / "benchmark"))
 import collect
 import common
-import compare
 import documents
 import plot
 import provenance
 import tables
 
-SMALL = dict(env_id="Pendulum-v1", num_steps=64, num_minibatches=2, update_epochs=2)
-SMALL |= dict(total_timesteps=1984, eval_episodes=2)
+SMALL = dict(env_id="Pendulum-v1", num_steps=64, num_minibatches=2, update_epochs=1)
+SMALL |= dict(total_timesteps=832, eval_episodes=2)
 
 
-def make_results(folder, seeds=range(1, 6), variants=("",)):
-    """Results as collect.py writes them: a seed's curve rises to 1000 times the seed."""
+def make_results(folder, variant=""):
+    """Results of five seeds as collect.py writes them: curves rise to 1000 times the seed."""
     rows = []
-    for variant in variants:
-        for seed in seeds:
-            row = dict(script="ppo_continuous", env_id="HalfCheetah-v4", variant=variant, seed=seed)
-            row |= dict(total_steps=100_000, training_return=1000 * seed, eval_return=1100 * seed)
-            row |= dict(eval_battle_won_rate="", tests_battle_won_rate="", wall_seconds=1800)
-            row |= dict(commit="c0ffee", ended="")
-            rows.append(row)
-            path = folder / common.curves_name(row)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            points = [f"charts/episodic_return,{1000 * i},{seed * 10 * i},1" for i in range(1, 101)]
-            path.write_text("\n".join(["tag,step,value,count", *points]) + "\n")
+    for seed in range(1, 6):
+        row = dict(script="ppo_continuous", env_id="HalfCheetah-v4", variant=variant, seed=seed)
+        row |= dict(total_steps=100_000, training_return=1000 * seed, eval_return=1100 * seed)
+        row |= dict(eval_battle_won_rate="", tests_battle_won_rate="", wall_seconds=1800)
+        row |= dict(commit="c0ffee", ended="")
+        rows.append(row)
+        path = folder / common.curves_name(row)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        points = [f"charts/episodic_return,{1000 * i},{seed * 10 * i},1" for i in range(1, 101)]
+        path.write_text("\n".join(["tag,step,value,count", *points]) + "\n")
     pd.DataFrame(rows).to_csv(folder / "runs.csv", index=False)
     return folder
 
@@ -62,7 +60,6 @@ def test_bootstrap_interval_covers_and_is_deterministic():
     samples = np.random.default_rng(2).normal(size=(10, 200))  # 200 experiments of 10 seeds
     low, high = plot.bootstrap(samples, np.mean)
     assert 0.82 < np.mean((low < 0) & (high > 0)) < 0.97  # below 95 %, as with all small samples
-    assert np.all(low < samples.mean(0)) and np.all(samples.mean(0) < high)
     np.testing.assert_array_equal(plot.bootstrap(samples, np.mean), (low, high))
 
 
@@ -106,17 +103,20 @@ def finished(tmp_path_factory):
     return runs
 
 
-def test_collected_runs_are_what_the_script_wrote(finished, tmp_path):
-    flags = [str(finished), "--results", str(tmp_path), "--commit", "c0ffee"]
+def test_collected_runs_are_what_the_script_wrote(finished, tmp_path, capsys):
+    flags = [str(finished), "--results", str(tmp_path)]
+    assert collect.main(flags) == 1  # a commit is missing
+    assert str(finished / "2") in capsys.readouterr().err
+    flags += ["--commit", "c0ffee"]
     assert collect.main(flags) == 0
     first, second = common.read_table(tmp_path / "runs.csv").sort_values("seed").to_dict("records")
-    variant = "--total-timesteps 1984 --num-steps 64 --update-epochs 2 --num-minibatches 2"
+    variant = "--total-timesteps 832 --num-steps 64 --update-epochs 1 --num-minibatches 2"
     expected = set(common.FLAG.findall(f"{variant} --eval-episodes 2"))
     assert set(common.FLAG.findall(first["variant"])) == expected
     assert set(common.FLAG.findall(second["variant"])) == expected | {"--gamma 0.9"}
     assert first["commit"] == provenance.commit() and second["commit"] == "c0ffee"
     assert f"torch {torch.__version__}" in first["versions"] == second["versions"]
-    assert (second["env_id"], second["total_steps"]) == ("Pendulum-v1", "1984")
+    assert (second["env_id"], second["total_steps"]) == ("Pendulum-v1", "832")
     returns = json.loads((finished / "2" / "result.json").read_text())["episodic_return"]
     assert float(second["eval_return"]) == pytest.approx(np.mean(returns), rel=1e-4)
     assert second["command"].startswith("python ppo_continuous.py --env-id Pendulum-v1 --seed 2 --")
@@ -131,56 +131,17 @@ def test_collected_runs_are_what_the_script_wrote(finished, tmp_path):
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.csv")}
 
 
-def test_a_run_of_unknown_commit_or_with_a_damaged_log_stops_no_other(finished, tmp_path, capsys):
-    assert collect.main([str(finished), "--results", str(tmp_path)]) == 1
-    out, err = capsys.readouterr()
-    assert "--commit" in err and str(finished / "2") in err and f"{finished / '1'}: coll" in out
-    before = (tmp_path / "runs.csv").read_bytes()
-    (path,) = (finished / "1").glob("events*")
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    try:
-        assert collect.main([str(finished), "--results", str(tmp_path)]) == 1
-    finally:
-        path.write_bytes(content)
-    assert before == (tmp_path / "runs.csv").read_bytes()
-
-
-@pytest.mark.quick
-def test_provenance_lists_both_commits_of_a_resumed_run(tmp_path, monkeypatch):
-    for name in ("one", "two", "two"):
-        monkeypatch.setattr(provenance, "commit", lambda name=name: name)
-        provenance.write_provenance(tmp_path)
-    written = json.loads((tmp_path / "provenance.json").read_text())
-    assert written["commit"] == "one; two" and written["machine"] == provenance.machine()
-
-
-@pytest.mark.quick
-def test_equal_models_are_told_from_different_ones(tmp_path, capsys):
-    for name, value in (("a", 1.0), ("b", 1.0), ("c", 1.0 + 1e-7)):
-        (tmp_path / name / "run").mkdir(parents=True)
-        model = {"args": name, "seconds": value, "agent": {"weight": torch.tensor([value])}}
-        torch.save(model, tmp_path / name / "run" / "model.pt")
-        (tmp_path / name / "run" / "result.json").write_text('{"episodic_return": [1.0]}')
-        (tmp_path / name / "run" / "starts").write_text("now \nlater checkpoint_9.pt\n")
-    a, b, c, missing = (str(tmp_path / name) for name in "abcd")
-    assert compare.main([a, b]) == 0
-    assert "from nothing, then from checkpoint_9.pt" in capsys.readouterr().out
-    assert compare.main([a, c]) == compare.main([a, missing]) == compare.main([missing, a]) == 1
-
-
 # ----- Tables, figures, documents -----
 
 
 @pytest.mark.quick
 def test_a_score_table_says_what_the_results_say(tmp_path):
-    runs = common.read_runs(make_results(tmp_path, variants=("", "--no-bootstrap-truncation")))
+    runs = common.read_runs(make_results(tmp_path))
     references = common.read_table(common.RESULTS / "references.csv")
-    default, variant = tables.score_table(runs, references).to_dict("records")
+    (default,) = tables.score_table(runs, references).to_dict("records")
     assert (default["steps"], default["seeds"], default["hours"]) == ("100,000", "5", "0.50")
     assert default["training return"].startswith("3,000 [") and default["IQM"].startswith("3,000 [")
     assert default["evaluation"].startswith("3,300 [") and default["published"] == "1,443 ± 46"
-    assert variant["flags"] == "`--no-bootstrap-truncation`"
     assert r"\pm" in tables.latex(pd.DataFrame([default]))
 
 
@@ -194,7 +155,7 @@ def test_a_setting_has_no_lengths_and_no_defaults():
 
 
 def test_figures_are_drawn(tmp_path):
-    make_results(tmp_path, variants=("", "--gamma 0.9"))
+    make_results(tmp_path, "--gamma 0.9")
     flags = ["--scripts", "ppo_continuous", "overview", "--results", str(tmp_path)]
     plot.main([*flags, "--figures", str(tmp_path / "figures")])
     assert len(list((tmp_path / "figures").iterdir())) == 4
