@@ -129,9 +129,8 @@ class Args:
 
     def check(self) -> None:
         """Exit on values that would silently do something else than intended."""
-        shortest = min(self.checkpoint_interval, self.test_interval, self.log_interval)
-        if not (0 < self.num_envs <= shortest and 0 < self.batch_size <= self.buffer_size):
-            sys.exit("error: --num-envs exceeds an interval, or --batch-size --buffer-size")
+        if self.batch_size > self.buffer_size:
+            sys.exit("error: --batch-size exceeds --buffer-size")
 
 
 Shape = namedtuple("Shape", "n_agents n_actions obs_dim state_dim")  # n, A, O, S
@@ -168,10 +167,10 @@ def make_space(n_agents: int, n_actions: int, obs_dim: int, state_dim: int) -> T
 
 @functools.cache
 def make_smax(map_name: str) -> tuple:
-    """A SMAX map ([SMAX]), and its `reset` and `step` compiled for N environments."""
+    """A map of SMAX, and its `reset` and `step` compiled for N environments."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leave the GPU to torch
     sys.modules["jaxmarl.environments.mabrax"] = None  # Trap: its import replaces sys.stdout
-    with contextlib.redirect_stdout(io.StringIO()):  # the import prints
+    with contextlib.redirect_stdout(io.StringIO()):
         import jax
         import jax.numpy as jnp
         from jaxmarl.environments.smax import HeuristicEnemySMAX, smax_env
@@ -184,7 +183,7 @@ def make_smax(map_name: str) -> tuple:
     def observe(key, state) -> tuple:
         obs = jnp.stack([*env.get_all_unit_obs(state).values()])  # (units, O), allies first
         avail_actions = jnp.stack([*env.get_avail_actions(state).values()]).astype(bool)
-        # The state, of what units observe of themselves: SMAX's own is not scaled
+        # What units observe of themselves is scaled; SMAX's own state is not
         features = obs[:, -len(env.own_features) :].clip(0, 1).ravel()
         types = state.state.unit_types / (env.unit_type_bits - 1)
         world = jnp.concatenate([features, state.state.unit_teams, types])
@@ -221,7 +220,7 @@ class Smax(VectorEnv):
         n, A = self.env.num_agents, self.env.num_ally_actions
         self.single_observation_space = make_space(n, A, self.env.obs_size, self.env.state_size)
 
-    def reset(self, *, seed: int, options: dict | None = None) -> tuple[tuple, dict]:
+    def reset(self, *, seed: int, options: dict | None = None) -> tuple:
         self.simulators, observations = self._reset(seed + np.arange(self.num_envs))
         return observations, {}
 
@@ -232,7 +231,7 @@ class Smax(VectorEnv):
         return observations, rewards, terminations, truncations, info
 
     def render(self) -> list[np.ndarray]:
-        """The first environment: allies are blue, enemies red."""
+        """The first environment; allies are blue."""
         units, image = self.simulators[1].state, np.zeros((256, 256, 3), np.uint8)
         for i in np.flatnonzero(units.unit_alive[0]):
             x, y = (units.unit_positions[0, i] * 248 / self.env.map_width).astype(int)
@@ -256,7 +255,7 @@ class Episode(NamedTuple):
 class Environments:
     """Parallel environments that collect episodes.
 
-    To act on: obs (N, n, O), avail_actions (N, n, A), last_actions (N, n), -1 at first. Of what the
+    To act on: obs (N, n, O), avail_actions (N, n, A), last_actions (N, n), -1 at first. What the
     last step ended: `finished` (Episodes); by environment, `episodes` (return, length) and `wins`.
     """
 
@@ -273,7 +272,7 @@ class Environments:
         self.video_folder, self.frames = video_folder, []
 
     def observe(self, observations: tuple) -> None:
-        dtypes = (np.float32, np.float32, bool)  # copied: the environments may reuse the arrays
+        dtypes = (np.float32, np.float32, bool)  # copies, as environments may reuse arrays
         self.obs, self.state, self.avail_actions = map(np.array, observations, dtypes)
 
     def step(self, actions: np.ndarray) -> np.ndarray:
@@ -308,7 +307,7 @@ class Environments:
 
 def make_episode(steps: list[tuple], final_obs: tuple, bootstrap: bool) -> Episode:
     """The Episode of steps (obs, state, avail_actions, actions, reward) of one environment."""
-    rows = zip(*steps, (*final_obs, *steps[-1][3:]))  # T+1; nothing was done in the last
+    rows = zip(*steps, (*final_obs, *steps[-1][3:]))  # T+1
     obs, state, avail_actions, actions, rewards = (torch.from_numpy(np.stack(x)) for x in rows)
     filled, terminations = torch.ones(len(obs), dtype=torch.bool), torch.zeros(len(steps), 1)
     terminations[-1] = not bootstrap
@@ -393,7 +392,7 @@ class Networks(nn.Module):
 
 
 class EpisodeReplay:
-    """The last `buffer_size` episodes; the numbers of added ones and of updates made with them."""
+    """The last `buffer_size` episodes; how many were added, and updates made, in all."""
 
     def __init__(self, buffer_size: int) -> None:
         self.episodes, self.added, self.num_updates = deque(maxlen=buffer_size), 0, 0
@@ -411,7 +410,7 @@ class EpisodeReplay:
 
     def state_dict(self) -> dict:
         torch.save([tuple(episode) for episode in self.episodes], file := io.BytesIO())
-        content = bytearray(zlib.compress(file.getbuffer(), level=1))  # about a tenth
+        content = bytearray(zlib.compress(file.getbuffer(), level=1))  # to about a tenth
         episodes = torch.frombuffer(content, dtype=torch.uint8)
         return {"added": self.added, "num_updates": self.num_updates, "episodes": episodes}
 
@@ -468,7 +467,7 @@ def qmix_loss(networks, target_networks, batch: Episode, args: Args) -> tuple[Te
 
 
 def update(networks, target_networks, optimizer, batch: Episode, args: Args) -> dict:
-    """Take one gradient step on a minibatch. Returns metrics."""
+    """Take one gradient step. Returns metrics."""
     loss, metrics = qmix_loss(networks, target_networks, batch, args)
     optimizer.zero_grad()
     loss.backward()
@@ -560,7 +559,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if envs.wins:
             run.log(global_step, {"charts/battle_won": np.mean(list(envs.wins.values()))})
 
-        # Update on minibatches of whole episodes
+        # Update on minibatches of episodes
         updates_due = int((replay.added - args.batch_size + 1) * args.updates_per_episode)
         while replay.num_updates < updates_due:
             batch = replay.sample(args.batch_size)
