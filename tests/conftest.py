@@ -53,6 +53,17 @@ def patched(tmp_path_factory):
     return patch
 
 
+@pytest.fixture
+def limit_games(monkeypatch):
+    """A function that truncates the episodes of a script's games after so many frames."""
+
+    def limit(module, frames):
+        make, settings = module.AtariVectorEnv, {"max_num_frames_per_episode": frames}
+        monkeypatch.setattr(module, "AtariVectorEnv", lambda **kw: make(**kw | settings))
+
+    return limit
+
+
 def call(script: str, *flags) -> None:
     """Run a script in this process, as from the command line."""
     with pytest.MonkeyPatch.context() as patch:
