@@ -50,14 +50,12 @@ torch.save(parts["agent"].state_dict(), f"rank{rank}.pt")
 
 
 @pytest.fixture
-def variant(patched):
+def variant(patched, limit_games):
     """variant(name): the patched script as a module, whose games are cut off."""
 
-    def make(name, script="a2c_atari", frames=60):
-        module = patched(script, name)
-        if hasattr(module, "AtariVectorEnv"):
-            make_envs, limit = module.AtariVectorEnv, {"max_num_frames_per_episode": frames}
-            module.AtariVectorEnv = lambda **options: make_envs(**options | limit)
+    def make(name, frames=60):
+        module = patched("a2c_atari", name)
+        limit_games(module, frames)
         return module
 
     return make
@@ -199,13 +197,11 @@ def test_two_ranks_are_one_process(variant, tmp_path):
     shutil.copy(two / MIDDLE, killed)
     subprocess.run([*words, "--run-folder=killed"], **options)
     assert_same(load(killed / "model.pt"), load(two / "model.pt"))
-    refused = subprocess.run([*words, "--run-folder=third", "--num-envs=3"], **options)
-    assert refused.returncode and "3 environments cannot be divided" in refused.stderr
 
 
-def test_own_environment_is_learned(variant, tmp_path):
+def test_own_environment_is_learned(patched, tmp_path):
     """The optimum of a game that needs memory, exact resume, evaluation."""
-    module, killed = variant("own_environment", "a3c_atari"), tmp_path / "killed"
+    module, killed = patched("a3c_atari", "own_environment"), tmp_path / "killed"
     script = shutil.copy(module.__file__, tmp_path)
     (tmp_path / "recall.py").write_text(RECALL)
     flags = "--env-id recall:Recall-v0 --num-workers 1 --total-timesteps 1800 --run-folder whole "
@@ -217,20 +213,3 @@ def test_own_environment_is_learned(variant, tmp_path):
     assert_same(load(killed / "model.pt"), load(tmp_path / "whole" / "model.pt"))
     evaluation = run(script, "--evaluate", "whole", cwd=tmp_path).stdout
     assert "evaluation: 2.00 +- 0.00, 20 episodes" in evaluation
-
-
-@pytest.mark.quick
-def test_transitions_of_an_own_environment(variant):
-    module = variant("own_environment", "a3c_atari")
-    envs, plain = module.AtariEnvs(module.Args(), 2), module.gym.make("CartPole-v1")
-    obs, expected, length = envs.reset(7, None), plain.reset(seed=8)[0], 0
-    for _ in range(60):
-        np.testing.assert_array_equal(obs[1], expected)
-        obs, next_obs, rewards, terminations, _, _ = envs.step(np.array([0, 1]))
-        expected, reward, terminated, _, _ = plain.step(1)
-        length += 1
-        np.testing.assert_array_equal(next_obs[1], expected)
-        assert (rewards[1], terminations[1]) == (reward, terminated)
-        assert envs.episodes.get(1) == ((length, length) if terminated else None)
-        if terminated:
-            expected, length = plain.reset()[0], 0
