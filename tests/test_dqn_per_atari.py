@@ -159,6 +159,7 @@ def test_priorities_follow_the_vectors(monkeypatch):
             priorities.max_priority = inputs["max_priority"].item()
             priorities.update(inputs["rows"], inputs["td_errors"])
             check(case, "leaves", priorities.leaves)
+            priorities.update(inputs["rows"], 0 * inputs["td_errors"])  # the maximum stays
             check(case, "max_priority", priorities.max_priority)
             priorities.add(np.arange(len(priorities.leaves)), True)  # new transitions have it
             expected = case["outputs"]["max_priority"] ** inputs["alpha"]
