@@ -32,8 +32,8 @@ Differences from the paper and from PyMARL, its implementation (reasons: docs/qm
   * As in PyMARL, hypernetworks have two layers, Eq. (6) is a mean, and truncation is treated as
     termination (PyMARL bootstraps if the environment reports the time limit).
   * Updates happen in the middle of other environments' episodes, so hidden states mix parameters.
-  * Target networks are copied every 200 updates, not episodes. SMAX's rewards are multiplied by 10,
-    as in JaxMARL; its state is scaled.
+  * Target networks are copied every 200 updates, not episodes.
+  * SMAX's rewards are multiplied by 10, as in JaxMARL; its state is scaled.
   * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
 
     python qmix_smac.py --env-id 3m               # writes runs/3m__...
@@ -127,11 +127,6 @@ class Args:
     evaluate: str | None = None  # evaluate the model in this file or run folder
     eval_episodes: int = 32  # evaluation episodes
 
-    def check(self) -> None:
-        """Exit on values that would silently do something else than intended."""
-        if self.batch_size > self.buffer_size:
-            sys.exit("error: --batch-size exceeds --buffer-size")
-
 
 Shape = namedtuple("Shape", "n_agents n_actions obs_dim state_dim")  # n, A, O, S
 
@@ -187,7 +182,7 @@ def make_smax(map_name: str) -> tuple:
         features = obs[:, -len(env.own_features) :].clip(0, 1).ravel()
         types = state.state.unit_types / (env.unit_type_bits - 1)
         world = jnp.concatenate([features, state.state.unit_teams, types])
-        # Trap: weak types would differ between reset and step, which were compiled twice
+        # Trap: with weak types, which reset and step would differ in, step is compiled twice
         simulator = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), (key, state))
         return simulator, (obs[:n], world, avail_actions)
 
@@ -515,7 +510,8 @@ def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[floa
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or from a checkpoint."""
-    args.check()
+    if args.batch_size > args.buffer_size:
+        sys.exit("error: --batch-size exceeds --buffer-size")
     N = args.num_envs
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
@@ -619,7 +615,7 @@ class Smac(gym.Env):
         if self.env._episode_count == 0:
             self.env._seed = seed  # with which the first reset launches StarCraft II
         self.env.reset()
-        # Trap: SMAC may count enemies twice in the maximum that scales rewards
+        # Trap: SMAC may count enemies twice in the maximum, by which it scales rewards
         enemies, death = self.env.enemies.values(), self.env.reward_death_value
         rewards = [unit.health_max + unit.shield_max + death for unit in enemies]
         self.env.max_reward = sum(rewards) + self.env.reward_win
