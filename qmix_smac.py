@@ -83,7 +83,7 @@ from tqdm import tqdm
 class Args:
     """QMIX, VDN or independent Q-learning for cooperative games."""
 
-    env_id: str = "3m"  # a map of SMAX, or smac/MAP: StarCraft II
+    env_id: str = "3m"  # a map of SMAX, or smac/MAP for StarCraft II
     total_timesteps: int = 1_000_000  # steps of all environments
     num_envs: int = 8  # N: parallel environments
     mixer: Literal["qmix", "vdn", "none"] = "qmix"  # none: independent learners, [IQL]
@@ -92,15 +92,15 @@ class Args:
     hypernet_embed: int = 64  # width of the hypernetworks
     gamma: float = 0.99  # discount factor
     double_q: bool = True  # double Q-learning, [DDQN]
-    td_lambda: float = 0.0  # 0 for one-step targets; [TRICK] has 0.6
+    td_lambda: float = 0.0  # lambda of the targets; 0: one-step. [TRICK] has 0.6
     bootstrap_truncation: bool = False  # bootstrap at truncation
-    epsilon_start: float = 1.0  # probability of a random action, first
-    epsilon_finish: float = 0.05  # and last
+    epsilon_start: float = 1.0  # initial probability of a random action
+    epsilon_finish: float = 0.05  # final probability of a random action
     epsilon_anneal_time: int = 100_000  # steps to anneal epsilon over
     buffer_size: int = 5_000  # episodes in the replay buffer
     batch_size: int = 32  # B: episodes in a minibatch
-    updates_per_episode: float = 1.0  # per collected episode; [TRICK]'s program: 1/8
-    target_update_interval: int = 200  # updates between copies
+    updates_per_episode: float = 1.0  # updates per collected episode
+    target_update_interval: int = 200  # updates between copies to the target networks
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # [QMIX]'s or [TRICK]'s
     learning_rate: float = 5e-4  # step size
     anneal_lr: bool = True  # anneal the learning rate linearly to zero
