@@ -145,15 +145,6 @@ def test_a_score_table_says_what_the_results_say(tmp_path):
     assert r"\pm" in tables.latex(pd.DataFrame([default]))
 
 
-@pytest.mark.quick
-def test_a_setting_has_no_lengths_and_no_defaults():
-    flags = "--log-std-init -1 --num-envs 1 --total-timesteps 500"
-    assert common.setting("ppo_continuous", flags) == "--log-std-init -1"
-    values = vars(ppo.Args()) | dict(seed=7, compile=True, norm_adv=False, vf_coef=1.0)
-    assert common.variant("ppo_continuous", values) == "--no-norm-adv --vf-coef 1.0"
-    assert "--compile" in common.variant("ppo_continuous", values, common.SPEED)
-
-
 def test_figures_are_drawn(tmp_path):
     make_results(tmp_path, "--gamma 0.9")
     flags = ["--scripts", "ppo_continuous", "overview", "--results", str(tmp_path)]

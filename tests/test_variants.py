@@ -158,24 +158,14 @@ def test_kl_coefficient_adapts_in_training(patched, tmp_path):
 def test_lstm_unrolled_equals_step_by_step(patched):
     agent = patched("ppo_continuous", "lstm").Agent(3, 2)
     obs, starts, states = torch.randn(4, 7, 3), torch.rand(4, 7) < 0.3, torch.randn(4, 2, 64)
-    assert starts.any() and not starts.all()
     policy, values = agent.unroll(obs, starts, states)
     for b in range(4):
         agent.state = tuple(states[b, :, None])
         for t in range(7):
-            if starts[b, t]:
-                agent.state = None
+            agent.state = None if starts[b, t] else agent.state
             mean = agent.policy(obs[b, t : t + 1]).mean
             torch.testing.assert_close(policy.mean[b, t], mean[0])
             torch.testing.assert_close(values[b, t], agent.critic(agent.state[0])[0, 0])
-
-
-@quick
-def test_lstm_cuts_sequences(patched):
-    module, x = patched("ppo_continuous", "lstm"), torch.arange(24).view(6, 2, 2)
-    cut = module.cut(x, 3)
-    expected = [x[t : t + 3, n] for t in (0, 3) for n in (0, 1)]
-    torch.testing.assert_close(cut, torch.stack(expected))
 
 
 def test_lstm_update_sees_what_acting_saw(patched, tmp_path, monkeypatch):
