@@ -142,8 +142,8 @@ class Args:
         rows = max(self.learning_starts, self.num_envs * (self.frame_stack + self.n_step))
         if rows > min(self.buffer_size, self.total_timesteps):
             sys.exit(f"error: --buffer-size or --total-timesteps is below {rows}")
-        if self.n_step < 1 or self.middle_fraction > self.end_fraction:
-            sys.exit("error: --n-step is below 1, or --middle-fraction exceeds --end-fraction")
+        if min(self.n_step, self.eval_episodes) < 1 or self.middle_fraction > self.end_fraction:
+            sys.exit("error: --n-step or --eval-episodes is below 1, or epsilon's fractions fall")
 
 
 def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
@@ -296,8 +296,8 @@ def n_step_returns(rewards, terminations, gamma: float):
 class Priorities:
     r"""Draws rows with probability P(i) = p_i^\alpha / \sum_k p_k^\alpha, [PER] Eq. (1).
 
-    The leaves of a binary tree are p_i^\alpha, and node k is the sum of nodes 2k and 2k + 1, [PER]
-    App. B.2.1.
+    Node k of a binary tree is the sum of nodes 2k and 2k + 1, so node 1 is that of all leaves,
+    which are p_i^\alpha, [PER] App. B.2.1.
     """
 
     def __init__(self, args: Args, num_rows: int) -> None:
@@ -315,11 +315,11 @@ class Priorities:
             self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
 
     def find(self, values):
-        """The rows (K,) in whose part of the prefix sum the values (K,) lie."""
+        """The rows (K,) where the cumulative sum of leaves first exceeds the values (K,)."""
         nodes = np.ones(len(values), int)
         for _ in range(self.depth):
             left, right = self.nodes[2 * nodes], self.nodes[2 * nodes + 1]
-            # Trap: without `right > 0`, a value rounded up would find a zero leaf
+            # Trap: without `right > 0`, a value rounded up could end at a leaf of 0
             goes_right = (values >= left) & (right > 0)
             values = values - left * goes_right
             nodes = 2 * nodes + goes_right
@@ -330,13 +330,13 @@ class Priorities:
         self.set(rows, valid * self.max_priority**self.alpha)
 
     def draw(self, batch_size: int, beta: float):
-        r"""Rows (B,), and weights w_i = (M P(i))^{-\beta} / \max_j w_j, [PER] Alg. 1, line 10."""
+        r"""Rows (B,) and weights w_i = (M P(i))^{-\beta} / \max_j w_j, [PER] Alg. 1, line 10."""
         uniform = torch.rand(batch_size, dtype=torch.float64).numpy()
         if self.alpha:  # one row from each of B equal parts of the sum, [PER] App. B.2.1
             uniform = (np.arange(batch_size) + uniform) / batch_size
         rows = self.find(uniform * self.nodes[1])
         leaves = self.leaves[rows]
-        return rows, (leaves / leaves.min()) ** -beta  # M and the sum cancel
+        return rows, (leaves / leaves.min()) ** -beta  # M (rows) and the sum cancel
 
     def update(self, rows, td_errors) -> None:
         """p_i = |delta_i| + 1e-6 for rows (B,), [PER] Alg. 1, line 12."""
@@ -352,7 +352,7 @@ class Replay:
     their episode was truncated before s_{t+n}, or (3) s_{t+n} is still to come.
     """
 
-    ARRAYS = ("actions", "rewards", "terminations", "ages", "nodes")
+    ARRAYS = ("actions", "rewards", "terminations", "ages", "nodes")  # besides frames
 
     def __init__(self, args: Args, obs_space: gym.spaces.Box) -> None:
         self.num_envs, self.n_step, self.gamma = args.num_envs, args.n_step, args.gamma
@@ -388,7 +388,7 @@ class Replay:
         self.priorities.add(rows, terminated | (ages >= self.n_step))
 
     def stacks(self, rows):
-        """Observations (B, frame_stack, ...) of rows (B,); blank before the episode began."""
+        """Observations (B, frame_stack, ...) of rows (B,): frames, blank before the episode."""
         back = np.arange(self.frame_stack - 1, -1, -1)
         stacks = self.frames[self.later(rows[:, None], -back)]
         stacks[back > self.ages[rows, None]] = 0
