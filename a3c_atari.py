@@ -22,8 +22,6 @@ it to the shared model without a lock ("Hogwild"). Then it copies the shared mod
     symbol       variable        shape               meaning (t steps of a rollout, N = 1)
     \theta       shared_model                        parameters that all workers update
     \theta'      local_model                         a worker's copy
-    T            global_step                         steps of all workers
-    t_max        num_steps                           maximum of t
     s_i          obs             (t, N, C, 105, 80)  one frame, or four with --no-lstm
                  lstm_state      (N, 256) each       h and c of the LSTM
     a_i          actions         (t, N)              sampled action
@@ -35,7 +33,6 @@ it to the shared model without a lock ("Hogwild"). Then it copies the shared mod
 
 Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
   * Gradients are zeroed before each backward pass; pytorch-a3c on PyTorch 2 accumulates them.
-  * Acting builds no graph. A rollout is recomputed as one batch, with gradients.
   * Network, crop, Adam, 20 steps and clipping are pytorch-a3c's. The paper has larger frames, two
     convolutions, 5 steps, and RMSprop with annealed learning rates, sampled from 1e-4 to 1e-2.
   * The squared value error has the weight 1/4, as in pytorch-a3c; in the paper 1.
@@ -77,12 +74,12 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from ale_py import Action
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode, VectorEnv
+from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -247,10 +244,9 @@ class Agent(nn.Module):
         layers = []  # (B, 32, 21, 21), (B, 32, 11, 11), (B, 32, 6, 6), (B, 32, 3, 3)
         for channels in (obs_shape[0], 32, 32, 32):
             layers += [nn.Conv2d(channels, 32, 3, stride=2, padding=1), nn.ELU(inplace=True)]
-        self.trunk = nn.Sequential(*layers, nn.Flatten())
-        self.crop, self.lstm = args.crop, nn.LSTM(288, 256) if args.lstm else None
-        if not args.lstm:
-            self.linear = nn.Sequential(nn.Linear(288, 256), nn.ELU())
+        layers += [nn.Flatten()] if args.lstm else [nn.Flatten(), nn.Linear(288, 256), nn.ELU()]
+        self.crop, self.trunk = args.crop, nn.Sequential(*layers)
+        self.lstm = nn.LSTM(288, 256) if args.lstm else None
         self.policy_head, self.value_head = nn.Linear(256, num_actions), nn.Linear(256, 1)
         for name, parameter in self.named_parameters():
             if "bias" in name:
@@ -260,40 +256,37 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(parameter, gain)
         self.to(memory_format=torch.channels_last)  # faster convolutions
 
-    def initial_state(self, num_envs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, num_envs: int) -> tuple[Tensor, Tensor]:
         """The LSTM's h and c (N, 256) at the start of an episode."""
         zeros = torch.zeros(num_envs, 256, device=self.value_head.weight.device)
         return zeros, zeros
 
-    def features(self, obs: torch.Tensor) -> torch.Tensor:
-        """Convolutional features (B, 288) of observations (B, C, H, W) in uint8."""
+    def features(self, obs: Tensor) -> Tensor:
+        """Features (B, 288), or without an LSTM (B, 256), of observations (B, C, H, W) in uint8."""
         if self.crop and obs.shape[2] == 105:
             obs = obs[:, :, 17:97]  # rows 34 to 194 of 210, in Pong between the borders
         frames = F.interpolate(obs.float(), (42, 42), mode="bilinear")
         std, mean = torch.std_mean(frames, dim=(1, 2, 3), keepdim=True)
         return self.trunk((frames - mean) / std.clamp(min=1))  # a blank screen's std is 0
 
-    def forward(self, obs: torch.Tensor, lstm_state: tuple) -> tuple:
+    def forward(self, obs: Tensor, lstm_state: tuple) -> tuple:
         """Logits (T, N, A) and values (T, N) of obs (T, N, C, H, W), and the next LSTM state."""
         T, N = obs.shape[:2]
         hidden = self.features(obs.flatten(0, 1)).unflatten(0, (T, N))
-        if self.lstm is None:
-            hidden = self.linear(hidden)
-        elif T == 1:  # lstm_cell takes one step, and h and c (N, 256); it is faster
+        if self.lstm and T == 1:  # lstm_cell takes one step, and h and c (N, 256); it is faster
             lstm_state = torch.lstm_cell(hidden[0], lstm_state, *self.lstm.all_weights[0])
             hidden = lstm_state[0][None]
-        else:  # nn.LSTM takes h and c (layers, N, 256)
+        elif self.lstm:  # nn.LSTM takes h and c (layers, N, 256)
             h, c = lstm_state
             hidden, (h, c) = self.lstm(hidden, (h[None], c[None]))
             lstm_state = h[0], c[0]
         return self.policy_head(hidden), self.value_head(hidden).squeeze(-1), lstm_state
 
 
-def compute_returns(rewards, next_values, gamma: float, gae_lambda: float) -> torch.Tensor:
+def compute_returns(rewards, next_values, gamma: float, gae_lambda: float) -> Tensor:
     r"""Returns (t, N) from rewards and values V(s_{i+1}), of which the last is the bootstrap.
 
-    R \leftarrow r_i + \gamma R ([A3C] Alg. S3), or with \lambda < 1 the lambda-return, for which
-    R - V(s_i) is [GAE] Eq. (16).
+    R \leftarrow r_i + \gamma R ([A3C] Alg. S3). With \lambda < 1, R - V(s_i) is [GAE] Eq. (16).
     """
     returns, R = torch.zeros_like(rewards), next_values[-1]
     for i in reversed(range(len(rewards))):
@@ -302,8 +295,8 @@ def compute_returns(rewards, next_values, gamma: float, gae_lambda: float) -> to
     return returns
 
 
-def a3c_loss(agent: Agent, rollout: tuple, args: Args) -> tuple[torch.Tensor, dict]:
-    r"""The loss of a rollout, which is minimized, and its parts per step; all are scalars.
+def a3c_loss(agent: Agent, rollout: tuple, args: Args) -> tuple[Tensor, dict]:
+    r"""The loss of a rollout, to be minimized, and metrics per step, all of shape ().
 
     \sum_i -\log\pi(a_i|s_i) (R - V(s_i)) - \beta H(\pi(s_i)) + c (R - V(s_i))^2 / 2, with R and the
     first V(s_i) constant. c is `vf_coef`; [A3C] Alg. S3 has c = 2, Sec. 4 the entropy.
@@ -335,10 +328,6 @@ class SharedOptimizer(torch.optim.Optimizer):
             for tensor in state.values():
                 tensor.share_memory_()
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        settings = self.state_dict()["param_groups"]  # the flags', not the checkpoint's
-        super().load_state_dict(state_dict | {"param_groups": settings})
-
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
@@ -358,7 +347,7 @@ class SharedAdam(SharedOptimizer):
     thousands of times too long and destroy the model.
     """
 
-    def initial_state(self, p: torch.Tensor) -> dict:
+    def initial_state(self, p: Tensor) -> dict:
         # Trap: on loading, PyTorch casts all but "step" to the parameter's type
         return {"step": torch.tensor(0), "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
 
@@ -380,7 +369,7 @@ class SharedRMSprop(SharedOptimizer):
     \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
     """
 
-    def initial_state(self, p: torch.Tensor) -> dict:
+    def initial_state(self, p: Tensor) -> dict:
         return {"g": torch.ones_like(p)}
 
     def update(self, p, grad, group: dict, g) -> None:
@@ -390,10 +379,10 @@ class SharedRMSprop(SharedOptimizer):
 
 
 def make_optimizer(args: Args, params) -> SharedOptimizer:
-    lr, eps = args.learning_rate, args.rmsprop_eps
     if args.optimizer == "adam":
-        return SharedAdam(params, lr=lr, betas=(0.9, 0.999), eps=1e-8)
-    return SharedRMSprop(params, lr=lr, alpha=args.rmsprop_alpha, eps=eps)
+        return SharedAdam(params, lr=args.learning_rate, betas=(0.9, 0.999), eps=1e-8)
+    settings = {"alpha": args.rmsprop_alpha, "eps": args.rmsprop_eps}
+    return SharedRMSprop(params, lr=args.learning_rate, **settings)
 
 
 def update(local_model: Agent, shared_model: Agent, optimizer, rollout: tuple, args) -> dict:
@@ -411,10 +400,10 @@ def update(local_model: Agent, shared_model: Agent, optimizer, rollout: tuple, a
 
 
 def actor_learner(
-    rank: int, args: Args, folder: Path, shared_model, optimizers, steps, checkpoint_step, messages
+    rank: int, args: Args, folder: Path, shared_model, optimizers, steps, barrier, messages
 ) -> None:
-    """Worker `rank`, [A3C] Alg. S3. The model, `optimizers` (one for all workers or one for each),
-    `steps` of each worker and `checkpoint_step` are shared, without a lock ([HOG]).
+    """Worker `rank`, [A3C] Alg. S3. All workers share the model, the optimizers' state and the
+    numbers of `steps` that each has taken, without a lock ([HOG]).
     """
     prepare_worker(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -422,9 +411,13 @@ def actor_learner(
     local_model = copy.deepcopy(shared_model).to(device)
     optimizer = optimizers[0 if args.shared_optimizer else rank]
     learning_rates = [group["lr"] for group in optimizer.param_groups]
-    global_step = int(checkpoint_step)
 
-    while global_step < args.total_timesteps:
+    while True:
+        barrier.wait()  # until all workers have stopped
+        global_step = int(steps.sum())
+        if global_step >= args.total_timesteps:
+            return
+        barrier.wait()  # until `train` has saved a checkpoint
         seed = seed_everything(args.seed, global_step, 2 + rank)  # whether interrupted here or not
         videos = folder / "videos" / str(global_step) if rank == 0 else None
         current_obs = envs.reset(seed, videos)
@@ -432,7 +425,7 @@ def actor_learner(
         next_checkpoint = (global_step // args.checkpoint_interval + 1) * args.checkpoint_interval
 
         while global_step < min(next_checkpoint, args.total_timesteps):
-            # theta' = theta. Others may write meanwhile: the copy may mix two versions
+            # theta' = theta; the copy may mix versions, since others write meanwhile
             local_model.load_state_dict(shared_model.state_dict())
 
             # Act for t_max steps, or until the episode ends
@@ -442,7 +435,6 @@ def actor_learner(
                 with torch.no_grad():
                     obs = torch.as_tensor(current_obs[None], device=device)
                     logits, _, lstm_state = local_model(obs, lstm_state)
-                    # The same as Categorical(logits=logits).sample(), and faster
                     actions = logits[0].softmax(-1).multinomial(1)[:, 0].cpu().numpy()
                 obs, next_obs, rewards, terminations, truncations, _ = envs.step(actions)
                 rollout.append((current_obs, actions, policy_mask, rewards))
@@ -457,7 +449,7 @@ def actor_learner(
             if done:
                 lstm_state = local_model.initial_state(1)
 
-            # Update; gradients do not reach back before `first_state`
+            # Gradients do not reach back before `first_state`
             steps[rank] += len(rollout)
             rollout = [torch.as_tensor(np.stack(x), device=device) for x in zip(*rollout)]
             rollout += [first_state, bootstrap]
@@ -471,12 +463,6 @@ def actor_learner(
                 scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
                 messages.put((global_step, {}, scalars))
 
-        last_checkpoint = int(checkpoint_step)
-        messages.put((global_step, {}, None))  # this worker has stopped
-        while int(checkpoint_step) == last_checkpoint:  # until `train` has saved
-            time.sleep(0.01)
-        global_step = int(checkpoint_step)
-
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Start the workers, log what they report, and save checkpoints while they wait."""
@@ -489,40 +475,39 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 
     # Everything a checkpoint must hold
     parts = {"agent": model} | {f"optimizer_{i}": x for i, x in enumerate(optimizers)}
+    settings = [optimizer.param_groups for optimizer in optimizers]
     global_step = restore(parts, checkpoint) if checkpoint else 0
+    for optimizer, groups in zip(optimizers, settings):
+        optimizer.param_groups = groups  # the flags', not the checkpoint's
     run = Run(args, folder, checkpoint, parts, args.total_timesteps)
-    run.save_checkpoint(global_step)
 
     steps = torch.tensor([global_step] + [0] * (args.num_workers - 1)).share_memory_()
-    checkpoint_step = torch.tensor(global_step).share_memory_()
     for part in parts.values():
         part.share_memory()
     # Trap: a forked worker would hang with two threads of PyTorch, and fail with CUDA
-    messages = mp.get_context("spawn").SimpleQueue()
-    shared = (model, optimizers, steps, checkpoint_step, messages)
-    workers = mp.spawn(
-        actor_learner, (args, folder, *shared), args.num_workers, join=False, daemon=True
-    )
+    context = mp.get_context("spawn")
+    barrier, messages = context.Barrier(args.num_workers + 1), context.SimpleQueue()
+    worker_args = (args, folder, model, optimizers, steps, barrier, messages)
+    workers = mp.spawn(actor_learner, worker_args, args.num_workers, join=False, daemon=True)
 
-    while global_step < args.total_timesteps:
-        num_stopped = 0
-        while num_stopped < args.num_workers:
+    while True:
+        while barrier.n_waiting < args.num_workers or not messages.empty():
             try:
                 workers.join(timeout=0.1)
             except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-                command = shlex.join(["python", sys.argv[0], "--resume", str(folder)])
-                sys.exit(f"error: {error}\nresume with: {command}")
+                sys.exit(f"error: {error}\nresume with --resume {folder}")
             while not messages.empty():
                 step, episodes, scalars = messages.get()
                 run.log_episodes(step, episodes)
-                run.log(step, scalars or {})
-                num_stopped += scalars is None
-                if scalars != {}:
-                    run.progress(step)
+                run.log(step, scalars)
+                run.progress(step)
+        barrier.wait(timeout=60)  # they are there; one could be killed just now
         global_step = int(steps.sum())
-        if global_step < args.total_timesteps:
-            run.save_checkpoint(global_step)
-        checkpoint_step.fill_(global_step)  # the workers go on, or end
+        run.progress(global_step)
+        if global_step >= args.total_timesteps:
+            break
+        run.save_checkpoint(global_step)
+        barrier.wait(timeout=60)
 
     run.finish(global_step, "agent")
 
