@@ -164,8 +164,9 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
 class AtariEnvs:
     """Parallel Atari games that press FIRE on the first step of each life.
 
-    `fire` (N,) marks where the next step presses FIRE, `executed_actions` (N,) are the last step's,
-    and `episodes` {environment: (return, length)} are those that it ended, unclipped, of all lives.
+    `fire` (N,) marks where the next step presses FIRE; `executed_actions` (N,) are the last step's.
+    `episodes` maps the environments whose episode the last step ended to its (return, length), of
+    all lives and unclipped.
     """
 
     def __init__(self, args: Args, num_envs: int) -> None:
