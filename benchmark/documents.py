@@ -269,7 +269,8 @@ def locators(text: str) -> set[str]:
     place = (
         r"(?:Suppl\. |below )?(?:Eqs?\. \(\d+\)|Alg\. \w+|(?:Sec|App|Fig)\. [\w.]*\w|Methods|"
         r'"[^"]+"|'
-        r"(?:core |continuous )?details? \d+(?:(?: and|,) \d+)?)(?:, lines? \d+(?:(?: to| and|,) \d+)*)?"
+        r"(?:core |continuous )?details? \d+(?:(?: and|,) \d+)?)"
+        r"(?:, lines? \d+(?:(?: to| and|,) \d+)*)?"
     )
     found = re.findall(rf"\[([A-Z0-9]{{2,}})\],? ({place})", text)
     return {f"[{tag}] {where.replace('Eqs.', 'Eq.')}" for tag, where in found}
