@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -84,6 +85,20 @@ def resume(module, folder: Path, new_folder: Path, **flags) -> Path:
     args = module.Args(**{**checkpoint["args"], **flags})
     module.train(args, Path(new_folder), checkpoint)
     return Path(new_folder)
+
+
+def assert_resumes(module, folder: Path, **flags) -> Path:
+    """Train, resume from the middle, and evaluate again: all the same. Returns the whole run."""
+    whole, killed = train(module, folder / "whole", **flags), folder / "killed"
+    middle, last = sorted(whole.glob("checkpoint_*.pt"))
+    killed.mkdir()
+    shutil.copy(middle, killed)
+    again = resume(module, killed, folder / "again")
+    assert_same(load(again / last.name), load(last))
+    model = module.load_checkpoint(whole / "model.pt")
+    returns = module.evaluate(module.Args(**model["args"]), model, whole)
+    assert returns == json.loads((whole / "result.json").read_text())["episodic_return"]
+    return whole
 
 
 def load(path: Path) -> dict:

@@ -146,16 +146,15 @@ def test_videos_show_the_episodes_that_were_played(tmp_path, monkeypatch, limit_
     earned, replayed = [], []
 
     def make_atari(args, num_envs, color=False, make_atari=a2c.make_atari):
-        envs = make_atari(args, num_envs, color)
+        envs, rewards = make_atari(args, num_envs, color), []
+        (replayed if color else earned).append(rewards)
         step = envs.step
 
         def recorded_step(actions):
             result = step(actions)
-            rewards[-1].append(result[1][0])
+            rewards.append(result[1][0])
             return result
 
-        rewards = replayed if color else earned
-        rewards.append([])
         envs.step = recorded_step
         return envs
 

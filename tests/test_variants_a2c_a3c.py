@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, load, logged, run, train
+from conftest import assert_resumes, assert_same, load, logged, run, train
 from torch import nn
 from vectors_reader import cases, check
 
@@ -63,15 +63,7 @@ def variant(patched, limit_games):
 
 @pytest.mark.parametrize("name", ["ppo", "lstm", "torchrun"])
 def test_run_resume_evaluate(variant, tmp_path, name):
-    module, whole, killed = variant(name), tmp_path / "whole", tmp_path / "killed"
-    train(module, whole, **SMALL)
-    killed.mkdir()
-    shutil.copy(whole / MIDDLE, killed)
-    module.train(module.Args(**SMALL), killed, module.load_checkpoint(killed))
-    assert_same(load(killed / "model.pt"), load(whole / "model.pt"))
-    model = module.load_checkpoint(whole / "model.pt")
-    returns = module.evaluate(module.Args(**model["args"]), model, whole)
-    assert returns == json.loads((whole / "result.json").read_text())["episodic_return"]
+    assert_resumes(variant(name), tmp_path, **SMALL)
 
 
 @pytest.mark.quick
@@ -200,7 +192,7 @@ def test_two_ranks_are_one_process(variant, tmp_path):
 
 
 def test_own_environment_is_learned(patched, tmp_path):
-    """The optimum of a game that needs memory, exact resume, evaluation."""
+    """The optimum of a game that needs memory, and exact resume."""
     module, killed = patched("a3c_atari", "own_environment"), tmp_path / "killed"
     script = shutil.copy(module.__file__, tmp_path)
     (tmp_path / "recall.py").write_text(RECALL)
@@ -211,5 +203,5 @@ def test_own_environment_is_learned(patched, tmp_path):
     shutil.copy(*tmp_path.glob("whole/checkpoint_*1002.pt"), killed)
     run(script, "--run-folder", "killed", cwd=tmp_path)
     assert_same(load(killed / "model.pt"), load(tmp_path / "whole" / "model.pt"))
-    evaluation = run(script, "--evaluate", "whole", cwd=tmp_path).stdout
-    assert "evaluation: 2.00 +- 0.00, 20 episodes" in evaluation
+    result = json.loads((tmp_path / "whole" / "result.json").read_text())
+    assert result["episodic_return"] == [2] * 20
