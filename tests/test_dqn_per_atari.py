@@ -45,9 +45,9 @@ def resume(folder, step=10**9, **flags):
 
 
 class Tiny:
-    """Episodes of 8 steps; a step pays 3 for the side on which the frame before was bright.
+    """8 steps; one pays 3 for the side that was bright a frame ago. A life is lost at step 5.
 
-    At step 5 a life is lost. The last environment is truncated at step 8, the others terminate.
+    The last environment is truncated at step 8, the others terminate.
     """
 
     best = 21.0
@@ -219,23 +219,20 @@ def test_targets_losses_and_n_step_returns_follow_the_vectors(precision):
             np.testing.assert_allclose(np.ravel(found), expected, atol=1e-12, err_msg=case["name"])
 
 
-# The replay against a ledger, which writes down whole stacks
-
-
 class Ledger:
+    """Writes down whole stacks, to compare the replay with."""
+
     def __init__(self, replay):
         self.replay, self.streams = replay, [[] for _ in range(replay.num_envs)]
         self.drawn, self.truncated = set(), 0
 
     def add(self, obs, actions, rewards, terminations, ages, next_obs, over):
-        """A step of the replay, and the next observations and whether the episodes are over."""
         self.replay.add(obs, actions, rewards, terminations, ages)
         for i, stream in enumerate(self.streams):
             columns = (obs, actions, rewards, terminations, next_obs, over)
             stream.append([column[i].copy() for column in columns])
 
-    def cut(self):
-        """All episodes end here."""
+    def cut(self):  # all episodes end here
         for stream in self.streams:
             stream[-1][5] = True
 
@@ -373,8 +370,7 @@ def plain_q(network, obs):
     return v + a - a.sum(1, keepdim=True) / a.shape[1], p
 
 
-def make_networks(dueling=True):
-    """Two networks whose values are far enough apart to disagree."""
+def make_networks(dueling=True):  # far enough apart to disagree
     torch.manual_seed(0)
     networks = [dqn.QNetwork((4, 84, 84), 6, dueling) for _ in range(2)]
     for network in networks:
@@ -510,6 +506,7 @@ def test_schedules_and_the_replay_ratio(tmp_path, tiny, monkeypatch):
     """They depend on training progress and on agent steps, whatever the number of environments."""
     epsilons = record(monkeypatch, dqn, "epsilon_greedy", lambda args, _: args[2])
     betas = record(monkeypatch, dqn.Replay, "sample", lambda args, _: args[2])
+    losses = record(monkeypatch, dqn, "td_loss", lambda _, out: out[0].item())
     flags = dict(total_timesteps=640, learning_starts=590, buffer_size=800, middle_fraction=0.1)
     train(tmp_path / "run", log_interval=1, checkpoint_interval=10**6, **flags)
     x, points = np.arange(0, 640, 16) / 640, logged(tmp_path / "run")
@@ -521,6 +518,9 @@ def test_schedules_and_the_replay_ratio(tmp_path, tiny, monkeypatch):
         np.testing.assert_allclose(list(found.values()), values, rtol=1e-5, err_msg=tag)
     np.testing.assert_allclose(epsilons[:160:4], expected["epsilon"])
     np.testing.assert_allclose(betas[::2], expected["per_beta"][-4:])
+    means = np.reshape(losses, (4, 2)).mean(axis=1)  # of the two updates of an iteration
+    np.testing.assert_allclose(list(points["losses/td_loss"].values()), means, rtol=1e-5)
+    assert epsilons[-1] == SMALL["eval_epsilon"]
     for num_envs in (3, 5):
         betas.clear()
         train(tmp_path / str(num_envs), num_envs=num_envs, learning_starts=0, total_timesteps=208)
@@ -556,9 +556,8 @@ def test_an_infinite_gradient_ends_the_run_without_a_checkpoint(tmp_path, tiny, 
     def broken(*args):
         loss, td_errors, metrics = td_loss(*args)
         calls.append(loss)
-        if len(calls) == 3:
-            loss = loss + (loss - loss.detach()).abs().sqrt()
-        return loss, td_errors, metrics
+        infinite = (loss - loss.detach()).abs().sqrt() if len(calls) == 3 else 0
+        return loss + infinite, td_errors, metrics
 
     monkeypatch.setattr(dqn, "td_loss", broken)
     with pytest.raises(FloatingPointError, match="not finite"):
@@ -570,9 +569,12 @@ def test_an_infinite_gradient_ends_the_run_without_a_checkpoint(tmp_path, tiny, 
 def test_resumed_is_bit_identical(tmp_path, tiny, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", lambda *args: None)  # keep all checkpoints
+        seeds = record(patch, dqn.AtariEnvs, "reset", lambda args, _: args[1])
         whole = train(tmp_path / "run")
     steps = [int(path.stem[-12:]) for path in checkpoints(tmp_path / "run")]
     assert steps == [0, 64, 112, 176, 224]
+    keys = [*[(1, step) for step in steps[:-1]], (1, 224, 1)]  # the evaluation has its own
+    assert seeds == [dqn.seed_everything(*key) for key in keys]
     assert list(logged(tmp_path / "run")["losses/td_loss"]) == [96, 144, 192, 224]
     for step in (0, 64, 128):
         assert_same(resume(tmp_path / "run", step), whole)
