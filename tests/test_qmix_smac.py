@@ -312,6 +312,11 @@ def test_episodes_hold_what_happened(games, bootstrap):
     assert episodes > 100
 
 
+def assert_memory_starts_empty(envs, hidden):
+    first = (envs.last_actions == -1).all(axis=1)
+    assert (hidden == 0).flatten(1).all(dim=1).tolist() == first.tolist()
+
+
 def first_wins(seed, num_episodes):
     """Victories of the first episodes: a quota for each of three games."""
     wins = []
@@ -331,9 +336,8 @@ def test_every_environment_plays_its_quota_and_memory_starts_empty(games, monkey
     select_actions = q.select_actions
 
     def spy(agent, envs, hidden, *rest):
-        first = (envs.last_actions == -1).all(axis=1)
+        assert_memory_starts_empty(envs, hidden)
         assert not agent.training and not rest
-        assert ((hidden == 0).all(dim=-1).all(dim=-1).numpy() == first).all()
         return select_actions(agent, envs, hidden, *rest)
 
     monkeypatch.setattr(q, "select_actions", spy)
@@ -352,6 +356,7 @@ def test_every_environment_plays_its_quota_and_memory_starts_empty(games, monkey
 def spied(folder, **flags):
     """Train on games. Returns the folder and what happened: added episodes, updates, seeds."""
     add, update, reset = EpisodeReplay.add, q.update, Environments.reset
+    select_actions = q.select_actions
     seen = types.SimpleNamespace(folder=folder, events=[], batches=[], rates=[], seeds=[])
 
     def spy_on_add(self, episodes):
@@ -364,6 +369,10 @@ def spied(folder, **flags):
         seen.rates.append(optimizer.param_groups[0]["lr"])
         return update(networks, target_networks, optimizer, batch, args)
 
+    def spy_on_acting(agent, envs, hidden, *rest):
+        assert_memory_starts_empty(envs, hidden)
+        return select_actions(agent, envs, hidden, *rest)
+
     def spy_on_reset(self, seed, *rest):
         seen.seeds.append(seed)
         reset(self, seed, *rest)
@@ -372,6 +381,7 @@ def spied(folder, **flags):
         patch.setattr(q, "make_envs", make_games)
         patch.setattr(EpisodeReplay, "add", spy_on_add)
         patch.setattr(q, "update", spy_on_update)
+        patch.setattr(q, "select_actions", spy_on_acting)
         patch.setattr(Environments, "reset", spy_on_reset)
         train(q, folder, **SMALL | flags)
     return seen
