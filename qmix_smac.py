@@ -182,7 +182,7 @@ def make_smax(map_name: str) -> tuple:
         features = obs[:, -len(env.own_features) :].clip(0, 1).ravel()
         types = state.state.unit_types / (env.unit_type_bits - 1)
         world = jnp.concatenate([features, state.state.unit_teams, types])
-        # Trap: with weak types, which reset and step would differ in, step is compiled twice
+        # Trap: weak types, which reset and step differ in, would compile step twice
         simulator = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), (key, state))
         return simulator, (obs[:n], world, avail_actions)
 
@@ -260,10 +260,10 @@ class Environments:
         self.shape = Shape(*avail_actions.shape, obs.shape[-1], state.shape[-1])
 
     def reset(self, seed: int, video_folder: Path | None = None) -> None:
-        """Reset the environments; unfinished episodes are dropped."""
+        """Reset the environments, and drop unfinished episodes."""
         self.observe(self.envs.reset(seed=seed)[0])
         self.last_actions = np.full(self.obs.shape[:2], -1)
-        self.steps = [[] for _ in range(self.num_envs)]  # of the unfinished episodes
+        self.steps = [[] for _ in range(self.num_envs)]  # of unfinished episodes
         self.video_folder, self.frames = video_folder, []
 
     def observe(self, observations: tuple) -> None:
@@ -301,7 +301,7 @@ class Environments:
 
 
 def make_episode(steps: list[tuple], final_obs: tuple, bootstrap: bool) -> Episode:
-    """The Episode of steps (obs, state, avail_actions, actions, reward) of one environment."""
+    """The Episode of steps (obs, state, avail_actions, actions, reward)."""
     rows = zip(*steps, (*final_obs, *steps[-1][3:]))  # T+1
     obs, state, avail_actions, actions, rewards = (torch.from_numpy(np.stack(x)) for x in rows)
     filled, terminations = torch.ones(len(obs), dtype=torch.bool), torch.zeros(len(steps), 1)
@@ -487,7 +487,7 @@ def select_actions(agent: Agent, envs: Environments, hidden: Tensor, epsilon=0.0
 
 
 def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[float], list[float]]:
-    """Returns and victories (1.0, 0.0) of greedy episodes after a reset."""
+    """Returns and victories (0.0, 1.0) of greedy episodes after a reset."""
     agent.eval()
     N, hidden, returns, wins = envs.num_envs, agent.initial_hidden(envs.num_envs), [], []
     # Trap: the first episodes to end would be short ones, which are often defeats
@@ -509,14 +509,14 @@ def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[floa
 
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
-    """Train from scratch or from a checkpoint."""
+    """Train from scratch or a checkpoint."""
     if args.batch_size > args.buffer_size:
         sys.exit("error: --batch-size exceeds --buffer-size")
     N = args.num_envs
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
     envs = Environments(args, N)
-    # StarCraft II is not launched again for tests, which drop unfinished training episodes
+    # StarCraft II is not launched again for tests, which drop unfinished episodes
     test_envs = envs if args.env_id.startswith("smac/") else Environments(args, N)
     networks = Networks(args, envs.shape).to(device)
     target_networks = copy.deepcopy(networks)
@@ -537,7 +537,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
             run.save_checkpoint(global_step)
-            seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
+            seed = seed_everything(args.seed, global_step)  # interrupted here or not
             envs.reset(seed, folder / "videos" / str(global_step) if args.capture_video else None)
             hidden, metrics = networks.agent.initial_hidden(N), {}
         learning_rate = args.learning_rate * (1 - global_step / last_step * args.anneal_lr)
@@ -613,9 +613,9 @@ class Smac(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         if self.env._episode_count == 0:
-            self.env._seed = seed  # with which the first reset launches StarCraft II
+            self.env._seed = seed  # the first reset launches StarCraft II
         self.env.reset()
-        # Trap: SMAC may count enemies twice in the maximum, by which it scales rewards
+        # Trap: SMAC, which divides rewards by it, may count enemies twice
         enemies, death = self.env.enemies.values(), self.env.reward_death_value
         rewards = [unit.health_max + unit.shield_max + death for unit in enemies]
         self.env.max_reward = sum(rewards) + self.env.reward_win
@@ -639,7 +639,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs.envs.close()
     score = f"{np.mean(returns):.2f} +- {np.std(returns):.2f}, {np.mean(wins):.1%} won"
     print(f"evaluation: {score}, {len(returns)} episodes")
-    model["battle_won"] = wins  # for result.json
+    model["battle_won"] = wins
     return returns
 
 
