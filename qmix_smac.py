@@ -33,7 +33,7 @@ Differences from the paper and from PyMARL, its implementation (reasons: docs/qm
     termination (PyMARL bootstraps if the environment reports the time limit).
   * Updates happen in the middle of other environments' episodes, so hidden states mix parameters.
   * Target networks are copied every 200 updates, not episodes.
-  * SMAX's rewards are multiplied by 10, as in JaxMARL; its state is scaled.
+  * SMAX's rewards are multiplied by 10; its state is scaled.
   * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
 
     python qmix_smac.py --env-id 3m               # writes runs/3m__...
@@ -226,7 +226,6 @@ class Smax(VectorEnv):
         return observations, rewards, terminations, truncations, info
 
     def render(self) -> list[np.ndarray]:
-        """The first environment; allies are blue."""
         units, image = self.simulators[1].state, np.zeros((256, 256, 3), np.uint8)
         for i in np.flatnonzero(units.unit_alive[0]):
             x, y = (units.unit_positions[0, i] * 248 / self.env.map_width).astype(int)
@@ -302,7 +301,7 @@ class Environments:
 
 def make_episode(steps: list[tuple], final_obs: tuple, bootstrap: bool) -> Episode:
     """The Episode of steps (obs, state, avail_actions, actions, reward)."""
-    rows = zip(*steps, (*final_obs, *steps[-1][3:]))  # T+1
+    rows = zip(*steps, (*final_obs, *steps[-1][3:]))
     obs, state, avail_actions, actions, rewards = (torch.from_numpy(np.stack(x)) for x in rows)
     filled, terminations = torch.ones(len(obs), dtype=torch.bool), torch.zeros(len(steps), 1)
     terminations[-1] = not bootstrap
