@@ -8,7 +8,7 @@ import importlib
 import json
 import re
 import shutil
-import time
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -61,13 +61,28 @@ BUGS = {
 
 @pytest.fixture
 def prepare(monkeypatch):
-    """A function that makes a script's runs short: games for QMIX, A3C's worker in this process."""
+    """A function that makes a script's runs short: games for QMIX, A3C's worker in a thread."""
 
     def spawn(worker, args, num_workers, **options):
-        shared = args[-1]  # goes on after a checkpoint, for which it does not wait
-        monkeypatch.setattr(time, "sleep", lambda _: shared.checkpoint_step.copy_(shared.steps[0]))
-        worker(0, *args)
-        return SimpleNamespace(join=lambda timeout: None)
+        errors = []
+
+        def work():
+            torch.set_num_threads(1)
+            pretended = args[0].cuda and not REAL
+            with fake_gpu.Mode() if pretended else contextlib.nullcontext():  # one per thread
+                try:
+                    worker(0, *args)
+                except Exception as error:
+                    errors.append(error)
+
+        def join(timeout):
+            thread.join(timeout)
+            if errors:
+                raise errors[0]
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return SimpleNamespace(join=join)
 
     def change(module):
         monkeypatch.setattr(module, "EVAL_STEPS", 30)
