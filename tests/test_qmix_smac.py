@@ -239,7 +239,7 @@ def test_the_replay_is_a_ring_that_pads_and_can_be_saved():
             assert torch.equal(x[: len(whole), b], whole), name
             assert not x[len(whole) :, b].any(), name
     torch.manual_seed(0)
-    lengths = [int(T) for _ in range(600) for T in replay.sample(3).filled[1:].sum(dim=0)]
+    lengths = [int(T) for _ in range(900) for T in replay.sample(2).filled[1:].sum(dim=0)]
     shares = np.bincount(lengths, minlength=9)[[3, 5, 6, 7, 8]] / 1800
     assert np.allclose(shares, 0.2, atol=0.03), shares
 
