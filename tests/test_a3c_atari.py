@@ -347,11 +347,12 @@ def test_workers_share_the_optimizer_or_have_their_own(tmp_path, shared):
         assert all(moved) if shared or rank == 1 else not any(moved), rank
 
 
-def test_episodes_are_logged_and_losses_at_their_interval(tmp_path):
+def test_exploration_and_what_is_logged(tmp_path):
     options = dict(total_timesteps=300, num_steps=20, max_episode_length=100, log_interval=7)
     tape = Tape(tmp_path, checkpoint_interval=5000, **options)
     expected = [(i + 1, row["episodes"]) for i, row in enumerate(tape.steps) if row["episodes"]]
     assert [message[:2] for message in tape.messages if message[1]] == expected != []
+    assert {row["sampled"] for row in tape.steps} == {0, 1, 2, 3}  # all actions are explored
     losses = [(step, tags) for step, _, tags in tape.messages if tags]
     assert [step for step, _ in losses] == [update["steps"] for update in tape.updates][6::7]
     for _, tags in losses:

@@ -54,7 +54,7 @@ WAITS = {
 # Device bugs, which on the CPU nobody notices
 BUGS = {
     "a model stays on the CPU": (r"((?:Agent|QNetwork|Networks|copy)\(.*\))\.to\(device\)", r"\1"),
-    "data stay on the CPU": (r"(\bx\)*|tensor)\.to\(device\)|, device=device", r"\1"),
+    "data stay on the CPU": (r"(\b(?:x|dones)\)*|tensor)\.to\(device\)|, device=device", r"\1"),
     "an array of a tensor on the GPU": (r"\.cpu\(\)\.numpy\(\)", ".numpy()"),
 }
 
