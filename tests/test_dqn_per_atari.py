@@ -452,8 +452,8 @@ def record(monkeypatch, owner, name, what):
     """A list of what(arguments, outputs) at each call of a function."""
     calls, function = [], getattr(owner, name)
 
-    def spy(*args):
-        outputs = function(*args)
+    def spy(*args, **kwargs):
+        outputs = function(*args, **kwargs)
         calls.append(what(args, outputs))
         return outputs
 
@@ -598,3 +598,20 @@ def test_another_frame_stack_and_no_dueling(tmp_path, monkeypatch):
     flags = dict(num_envs=2, total_timesteps=32, learning_starts=12, train_frequency=16)
     agent = train(tmp_path, frame_stack=2, dueling=False, batch_size=2, **flags)["agent"]
     assert agent["trunk.0.weight"].shape == (32, 2, 8, 8) and "head.weight" in agent
+
+
+@quick
+def test_evaluation_counts_first_episodes_up_to_a_cap(tmp_path, tiny, monkeypatch, capsys):
+    train(tmp_path)
+    monkeypatch.setattr(dqn, "EVAL_STEPS", 24)
+    steps = record(monkeypatch, dqn.AtariEnvs, "step", lambda args, _: dict(args[0].episodes))
+    # The second environment's episode ends at step 20, those of the first at 8 and 16
+    record(monkeypatch, Tiny, "reset", lambda args, _: args[0].t.__setitem__(1, -12))
+    model = dqn.load_checkpoint(tmp_path / "model.pt")
+    for seed in range(4):  # in some, the first environment's two returns differ
+        steps.clear()
+        returns = dqn.evaluate(dqn.Args(**model["args"] | {"seed": seed}), model, tmp_path)
+        assert returns == [steps[7][0][0], steps[19][1][0]]
+    monkeypatch.setattr(dqn, "EVAL_STEPS", 10)
+    dqn.evaluate(dqn.Args(**model["args"]), model, tmp_path)
+    assert len(steps) == 30 and "cut off after 10 steps" in capsys.readouterr().out
