@@ -189,7 +189,8 @@ def test_a_folder_in_use_and_ctrl_c(tmp_path):
     folder = process.stdout.readline().removeprefix("run folder: ").strip()
     with pytest.raises(SystemExit, match="in use"):
         call("ppo_continuous", *FLAGS, "--run-folder", tmp_path / folder)
-    time.sleep(1)
+    while not any((tmp_path / folder).glob("checkpoint_*.pt")):
+        time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes
     _, errors = process.communicate(timeout=60)
     hint = re.search(r"resume with: python (.*)", errors)
