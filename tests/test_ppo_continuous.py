@@ -114,7 +114,7 @@ def test_observations_are_normalized_and_rewards_scaled(monkeypatch):
 
 def test_two_iterations_equal_a_plain_loop_in_float64(tmp_path, monkeypatch):
     """From recorded transitions, with the functions that are checked above."""
-    args = ppo.Args(**SMALL | dict(total_timesteps=256, ent_coef=0.01, gamma=0.9))
+    args = ppo.Args(**SMALL | dict(total_timesteps=256, ent_coef=0.01, gamma=0.9, log_std_init=0.5))
     monkeypatch.setattr(ppo, "make_envs", lambda args, n, *_: PointMass(n, limit=11))
     weights, steps, orders = [], [], []
     act, step, randperm = ppo.act, ppo.Environments.step, torch.randperm
@@ -141,6 +141,7 @@ def test_two_iterations_equal_a_plain_loop_in_float64(tmp_path, monkeypatch):
 
     agent = ppo.Agent(3, 2).double()
     agent.load_state_dict(weights[0])
+    assert (agent.log_std == 0.5).all()
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5)
     for i in range(2):
         rollout = [torch.tensor(np.stack(x)) for x in zip(*steps[64 * i : 64 * (i + 1)])]
@@ -240,7 +241,6 @@ def test_a_trace_of_resets(monkeypatch):
     envs, steps, totals = ppo.Environments(ppo.Args(), 3), [], np.zeros((2, 3))
     np.testing.assert_array_equal(envs.reset(1, Path())[:, 0], case["inputs"]["first_obs"])
     for rewards in case["outputs"]["rewards"]:
-        # Actions beyond the action space; rewards are scaled
         obs, next_obs, _, terminations, truncations, info = envs.step(np.full((3, 1), 9.0))
         steps.append((obs, next_obs, terminations, truncations))
         totals += rewards, np.ones(3)
@@ -265,7 +265,7 @@ def test_observations_of_another_shape_than_their_spaces_are_refused(monkeypatch
 def test_statistics_are_shared_and_frozen_in_evaluation():
     args = ppo.Args(env_id="Pendulum-v1")
     envs = ppo.Environments(args, 3)
-    envs.reset(1, Path())
+    assert len(np.unique(envs.reset(1, Path()), axis=0)) == 3  # different episodes
     for _ in range(5):
         envs.step(np.zeros((3, 1)))
     assert envs.obs_stats.count == 18 and envs.return_stats.count == 15
