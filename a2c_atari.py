@@ -14,13 +14,11 @@ an entropy bonus that encourages exploration.
 
 [A3C]   Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", arXiv:1602.01783
 [DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
-[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
-        estimation", arXiv:1506.02438
+[GAE]   Schulman et al. 2016, "High-dimensional continuous control using GAE", arXiv:1506.02438
 [TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", arXiv:1712.00378
 
     symbol         variable    shape           meaning (T num_steps, N num_envs)
     s_t            obs         (N, 4, 84, 84)  the last four frames, one per agent step
-    s_{t+1}        next_obs    (N, 4, 84, 84)  next observation (the final one at an episode's end)
     a_t            actions     (N,)            sampled action
     r_t            rewards     (T, N)          reward, clipped to its sign; at truncation + gamma V
     R_t            returns     (T, N)          n-step return, [A3C] Alg. S3
@@ -36,8 +34,8 @@ Differences from common implementations (reasons: docs/a2c_atari.md):
     which the policy loss masks out.
   * [A3C] has a smaller network, anneals the learning rate (`--anneal-lr`), sums where this
     averages, and does not clip gradients.
-  * The value of a truncated episode's final observation is added to its last reward ([TIME]). In
-    ale-py 0.12.1 the newest frame of that observation is stale.
+  * The value of a truncated episode's final observation (whose newest frame is stale in ale-py
+    0.12.1) is added to its last reward ([TIME]).
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
     python a2c_atari.py --env-id BreakoutNoFrameskip-v4  # writes runs/BreakoutNoFrameskip-v4__...
@@ -90,9 +88,9 @@ class Args:
     episodic_life: bool = True  # end the return at a lost life
     bootstrap_truncation: bool = True  # bootstrap at truncation
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the squared value error, without a factor 1/2
+    vf_coef: float = 0.5  # weight of the squared value error
     learning_rate: float = 7e-4  # RMSprop's step size
-    anneal_lr: bool = False  # anneal the learning rate linearly to zero
+    anneal_lr: bool = False  # anneal it linearly to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
     rmsprop_alpha: float = 0.99  # decay rate of the average of squared gradients
     rmsprop_eps: float = 1e-5  # added to that average (with --torch-rmsprop: to its root)
@@ -100,34 +98,27 @@ class Args:
     frame_stack: int = 4  # frames per observation
     conv3_filters: int = 64  # filters of the third convolution
     bf16: bool = False  # compute in bfloat16 (on some processors far slower)
-    greedy: bool = False  # evaluate the greedy policy instead of sampling actions
-    env_threads: int = 0  # the emulator's threads (0: one per core)
-    log_interval: int = 100  # how often to log losses (in updates)
+    greedy: bool = False  # evaluate the most probable actions
+    env_threads: int = 0  # emulator threads (0: one per core)
+    log_interval: int = 100  # updates between logs of losses
 
-    exp_name: str = Path(__file__).stem  # experiment name, part of the run folder's name
-    seed: int = 1  # seed of all random generators
-    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    exp_name: str = Path(__file__).stem  # name of the experiment
+    seed: int = 1  # seed of all generators
+    torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # use the GPU, if there is one
     torch_threads: int = 2  # PyTorch's CPU threads
-    track: bool = False  # track the run with Weights & Biases
+    track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "deep-rl-reference"  # W&B project
     wandb_entity: str | None = None  # W&B entity
-    capture_video: bool = False  # record an episode after each checkpoint and in evaluation
-    save_model: bool = True  # save the final model as model.pt
-    upload_model: bool = False  # upload the final model to the Hugging Face Hub
-    hf_entity: str | None = None  # user or organization on the Hub
+    capture_video: bool = False  # record an episode after each checkpoint
+    save_model: bool = True  # save model.pt
+    upload_model: bool = False  # upload the model to the Hugging Face Hub
+    hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 500_000  # steps between checkpoints
-    run_folder: str | None = None  # start a run in this folder, or resume the one it holds
+    run_folder: str | None = None  # start or resume the run in this folder
     resume: str | None = None  # resume the run in this folder
-    evaluate: str | None = None  # evaluate the model in this file or run folder
+    evaluate: str | None = None  # evaluate this model or run folder
     eval_episodes: int = 10  # evaluation episodes
-
-    def check(self) -> None:
-        """Exit on values that would train something else than intended, or fail hours later."""
-        if self.num_envs * self.num_steps > self.checkpoint_interval:
-            sys.exit("error: --checkpoint-interval is below --num-envs times --num-steps")
-        if min(self.total_timesteps, self.eval_episodes) < 1:
-            sys.exit("error: there must be steps to train and episodes to evaluate")
 
 
 def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
@@ -260,8 +251,8 @@ class Agent(nn.Module):
         """pi(.|s) and V(s) (B,) of observations (B, C, H, W) in uint8."""
         obs = obs.contiguous(memory_format=torch.channels_last)  # the faster layout on the CPU
         hidden = self.linear(self.convolutions(obs.float().div_(255)))
-        logits, values = self.policy_head(hidden).float(), self.value_head(hidden).float()
-        return Categorical(logits=logits, validate_args=False), values.squeeze(-1)
+        policy = Categorical(logits=self.policy_head(hidden).float(), validate_args=False)
+        return policy, self.value_head(hidden).float().squeeze(-1)
 
 
 @torch.no_grad()
@@ -329,17 +320,17 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: tuple, args:
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or from a checkpoint."""
-    args.check()
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
+    if batch_size > args.checkpoint_interval:
+        sys.exit(f"error: --checkpoint-interval is below the batch size of {batch_size}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     speed_up_cpu()
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, N)
     agent = Agent(envs.obs_shape, envs.num_actions, args.conv3_filters).to(device)
     rmsprop = torch.optim.RMSprop if args.torch_rmsprop else RMSprop
-    optimizer = rmsprop(
-        agent.parameters(), args.learning_rate, args.rmsprop_alpha, args.rmsprop_eps
-    )
+    flags = (args.learning_rate, args.rmsprop_alpha, args.rmsprop_eps)
+    optimizer = rmsprop(agent.parameters(), *flags)
     settings = [dict(group) for group in optimizer.param_groups]
 
     parts = {"agent": agent, "optimizer": optimizer}  # everything a checkpoint must hold
@@ -353,7 +344,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
             obs = envs.reset(seed, folder / "videos" / str(global_step))
         for group, setting in zip(optimizer.param_groups, settings):
-            group.update(setting)  # the flags' instead of the checkpoint's
+            group.update(setting)  # the flags', not the checkpoint's
             group["lr"] *= 1 - global_step / last_step if args.anneal_lr else 1
 
         # Collect T steps in each environment, keeping their graph: [A3C] Alg. S3, inner "repeat"
@@ -388,7 +379,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         # Take one gradient step
         metrics = update(agent, optimizer, (logprobs, values, entropies, returns), args)
         if not math.isfinite(metrics["grad_norm"]):
-            raise FloatingPointError(f"the gradient is not finite at step {global_step}")
+            raise FloatingPointError(f"infinite gradient at step {global_step}")
 
         if global_step // batch_size % args.log_interval == 0 or global_step >= last_step:
             metrics["explained_variance"] = 1 - (returns - values.detach()).var() / returns.var()
@@ -408,7 +399,7 @@ EVAL_STEPS = 100_000  # where evaluation episodes are cut off
 
 @torch.no_grad()
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
-    """Unclipped returns of `args.eval_episodes` episodes."""
+    """Unclipped returns of episodes."""
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, args.eval_episodes)
     agent = Agent(envs.obs_shape, envs.num_actions, args.conv3_filters).to(device).eval()
@@ -419,7 +410,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
         policy, _ = agent(torch.from_numpy(obs).to(device))
         actions = policy.mode if args.greedy else policy.sample()
         obs, *_ = envs.step(actions.cpu().numpy())
-        ended = envs.episodes | ended  # keeps the first episode of each environment
+        ended = envs.episodes | ended  # the first episode of each
         if len(ended) == args.eval_episodes:
             break
     else:
@@ -455,12 +446,12 @@ def write_file(path: Path, content: dict) -> None:
 def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
-        with contextlib.suppress(Exception):  # damaged files raise many kinds of exceptions
+        with contextlib.suppress(Exception):  # of many kinds, where a file is damaged
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             if intact and checkpoint["script"] == SCRIPT:
                 return checkpoint
-        print(f"note: {file} is damaged or not a checkpoint of {SCRIPT}.py")
+        print(f"note: {file} is no intact checkpoint of {SCRIPT}.py")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
@@ -524,7 +515,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, names) -> dict:
-        """The state of the named parts, and what identifies the run."""
+        """The named parts' state, and what identifies the run."""
         header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
         header["seconds"] = time.time() - self.started
         return header | {name: self.parts[name].state_dict() for name in names}
@@ -554,18 +545,19 @@ class Run:
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            from huggingface_hub import HfApi
+            import huggingface_hub
 
+            api = huggingface_hub.HfApi()
             card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
-            repo, unneeded = HfApi().create_repo(name, exist_ok=True).repo_id, "checkpoint_*"
-            HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns=unneeded)
+            repo = f"{args.hf_entity or api.whoami()['name']}/{name}"
+            api.create_repo(repo, exist_ok=True)
+            api.upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="checkpoint_*")
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to resume from or to evaluate."""
+    """The arguments, the run folder, and the checkpoint to resume or evaluate."""
     args, checkpoint = tyro.cli(Args), None
     folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
     if args.evaluate or args.resume or any(folder.glob("checkpoint_*.pt")):
