@@ -564,7 +564,7 @@ def accelerate(args: Args):
     """--compile: `act` in numpy and `update` compiled. Where that fails, a note says why."""
     with contextlib.suppress(AttributeError):  # new versions compile `backward` as well
         torch._dynamo.config.trace_autograd_ops = True
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    logging.getLogger("torch._dynamo.variables").setLevel(logging.ERROR)
     compiled_update = torch.compile(update, options={"fallback_random": True})  # draws as eagerly
     calls, weights = 0, []
 

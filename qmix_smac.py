@@ -103,28 +103,28 @@ class Args:
     target_update_interval: int = 200  # updates between copies to the target networks
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # [QMIX]'s or [TRICK]'s
     learning_rate: float = 5e-4  # step size
-    anneal_lr: bool = True  # anneal the learning rate linearly to zero
+    anneal_lr: bool = True  # anneal it linearly to zero
     max_grad_norm: float = 10.0  # gradient clipping norm
     test_interval: int = 10_000  # steps between tests
     test_nepisode: int = 32  # greedy episodes of a test
     log_interval: int = 2_000  # steps between logs of losses
 
-    exp_name: str = Path(__file__).stem  # experiment name, part of the run folder's name
-    seed: int = 1  # seed of all random generators
-    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+    exp_name: str = Path(__file__).stem  # name of the experiment
+    seed: int = 1  # seed of all generators
+    torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = False  # use the GPU; SMAX stays on the CPU
     torch_threads: int = 1  # PyTorch's CPU threads
-    track: bool = False  # track the run with Weights & Biases
+    track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "deep-rl-reference"  # W&B project
     wandb_entity: str | None = None  # W&B entity
-    capture_video: bool = False  # record an episode after each checkpoint and in evaluation
-    save_model: bool = True  # save the final model as model.pt
-    upload_model: bool = False  # upload the final model to the Hugging Face Hub
-    hf_entity: str | None = None  # user or organization on the Hub
+    capture_video: bool = False  # record an episode after each checkpoint
+    save_model: bool = True  # save model.pt
+    upload_model: bool = False  # upload the model to the Hugging Face Hub
+    hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 100_000  # steps between checkpoints
-    run_folder: str | None = None  # start a run in this folder, or resume the one it holds
+    run_folder: str | None = None  # start or resume the run in this folder
     resume: str | None = None  # resume the run in this folder
-    evaluate: str | None = None  # evaluate the model in this file or run folder
+    evaluate: str | None = None  # evaluate this model or run folder
     eval_episodes: int = 32  # evaluation episodes
 
 
@@ -660,12 +660,12 @@ def write_file(path: Path, content: dict) -> None:
 def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
-        with contextlib.suppress(Exception):  # damaged files raise many kinds of exceptions
+        with contextlib.suppress(Exception):  # of many kinds, where a file is damaged
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             if intact and checkpoint["script"] == SCRIPT:
                 return checkpoint
-        print(f"note: {file} is damaged or not a checkpoint of {SCRIPT}.py")
+        print(f"note: {file} is no intact checkpoint of {SCRIPT}.py")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
@@ -729,7 +729,7 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, names) -> dict:
-        """The state of the named parts, and what identifies the run."""
+        """The named parts' state, and what identifies the run."""
         header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
         header["seconds"] = time.time() - self.started
         return header | {name: self.parts[name].state_dict() for name in names}
@@ -759,18 +759,19 @@ class Run:
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            from huggingface_hub import HfApi
+            import huggingface_hub
 
+            api = huggingface_hub.HfApi()
             card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
-            repo, unneeded = HfApi().create_repo(name, exist_ok=True).repo_id, "checkpoint_*"
-            HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns=unneeded)
+            repo = f"{args.hf_entity or api.whoami()['name']}/{name}"
+            api.create_repo(repo, exist_ok=True)
+            api.upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="checkpoint_*")
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to resume from or to evaluate."""
+    """The arguments, the run folder, and the checkpoint to resume or evaluate."""
     args, checkpoint = tyro.cli(Args), None
     folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
     if args.evaluate or args.resume or any(folder.glob("checkpoint_*.pt")):

@@ -370,7 +370,7 @@ def test_an_optimizer_of_unsaved_parameters_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("flags", [dict(checkpoint_interval=9), dict(eval_episodes=0)])
+@pytest.mark.parametrize("flags", [dict(checkpoint_interval=9), dict(env_id="NoSuch-v0")])
 def test_wrong_values_are_refused_before_a_folder_is_made(tmp_path, flags):
     with pytest.raises(SystemExit, match=r"^error: "):
         train(a2c, tmp_path / "run", **SMALL | flags)
