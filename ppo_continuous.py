@@ -173,8 +173,9 @@ class Environments:
     def __init__(self, args: Args, num_envs: int, training: bool = True) -> None:
         self.args, self.num_envs, self.training = args, num_envs, training
         self.envs = make_envs(args, num_envs, 0, None)
+        self.action_space = self.envs.single_action_space
+        (self.action_dim,) = self.action_space.shape
         (self.obs_dim,) = self.envs.single_observation_space.shape
-        (self.action_dim,) = self.envs.single_action_space.shape
         self.obs_stats, self.return_stats = RunningMeanStd((self.obs_dim,)), RunningMeanStd()
 
     def reset(self, seed: int, video_folder: Path) -> np.ndarray:
@@ -194,18 +195,16 @@ class Environments:
         Returns the observations to act on, those that the actions led to (which differ where an
         episode ended), rewards, terminations, truncations, and info.
         """
-        space = self.envs.single_action_space
-        actions = actions.clip(space.low, space.high)
+        actions = actions.clip(self.action_space.low, self.action_space.high)
         raw_obs, raw_rewards, terminations, truncations, info = self.envs.step(actions)
         self.returns += raw_rewards
         self.lengths += 1
-        dones = terminations | truncations
-        self.episodes = {i: (self.returns[i], self.lengths[i]) for i in np.flatnonzero(dones)}
-        rewards = self.scale(raw_rewards)
-        if not self.episodes:
+        rewards, dones, self.episodes = self.scale(raw_rewards), terminations | truncations, {}
+        if not dones.any():
             obs = self.normalize(raw_obs)
             return obs, obs, rewards, terminations, truncations, info
 
+        self.episodes = {i: (self.returns[i], self.lengths[i]) for i in np.flatnonzero(dones)}
         final_obs = raw_obs.copy()
         final_obs[dones] = np.stack(info["final_obs"][dones])
         next_obs = self.normalize(final_obs)
@@ -566,27 +565,28 @@ def accelerate(args: Args):
         torch._dynamo.config.trace_autograd_ops = True
     logging.getLogger("torch._dynamo.variables").setLevel(logging.ERROR)
     compiled_update = torch.compile(update, options={"fallback_random": True})  # draws as eagerly
-    calls, weights = 0, []
+    calls, weights, noise = 0, [], None
 
     def fast_update(agent, optimizer, *inputs):
         for group in optimizer.param_groups:  # Trap: every new float would be compiled anew
-            group["lr"] = torch.as_tensor(group["lr"])
+            group["lr"], group["fused"] = torch.as_tensor(group["lr"]), False
         return compiled_update(agent, optimizer, *inputs)
 
     def fast_act(agent, obs, device):
-        nonlocal calls, weights
-        if calls % args.num_steps == 0:
+        nonlocal calls, weights, noise
+        t, calls = calls % args.num_steps, calls + 1
+        if t == 0:  # a new policy
             weights = [x.detach().cpu().numpy() for x in (*agent.actor.parameters(), agent.log_std)]
         hidden = np.tanh(obs @ weights[0].T + weights[1])
         hidden = np.tanh(hidden @ weights[2].T + weights[3])
         mean, std = hidden @ weights[4].T + weights[5], np.exp(weights[-1])
-        if calls % args.num_steps == 0:  # a new policy: is this its distribution?
+        if t == 0:  # is this its distribution?
             with torch.random.fork_rng(), torch.no_grad():
                 policy = agent.policy(torch.from_numpy(obs).to(device))
             expected = torch.cat([policy.mean, policy.stddev]).cpu().numpy()
             np.testing.assert_allclose([*mean, *(std + 0 * mean)], expected, atol=1e-4)
-        calls += 1
-        return mean + std * torch.randn(mean.shape).numpy()
+            noise = torch.randn(args.num_steps, *mean.shape).numpy()
+        return mean + std * noise[t]
 
     def fallback(fast, plain):
         def call(*inputs):

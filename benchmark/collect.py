@@ -61,7 +61,11 @@ def collect(folder: Path, results: Path, commit: str | None = None) -> None:
     curves["value"] = curves.value.map("{:.6g}".format)
 
     won, returns = of["eval/battle_won_rate"], np.array(result["episodic_return"])
-    last_fifth = won[won.step > 0.8 * result["global_step"]].value
+    last_fifth, evaluation = won[won.step > 0.8 * result["global_step"]].value, ""
+    if "battle_won" in result:
+        evaluation = np.mean(result["battle_won"])
+    elif len(won):  # of a peer: its last test is the evaluation
+        last_fifth, evaluation = last_fifth[:-1], last_fifth.iloc[-1]
     ours = (ROOT / f"{script}.py").exists()
     program = [f"{script}.py"] if ours else ["benchmark/peers.py", script]
     command = shlex.join(["python", *program, "--env-id", env_id, "--seed", str(seed)])
@@ -76,8 +80,8 @@ def collect(folder: Path, results: Path, commit: str | None = None) -> None:
         "eval_return": returns.mean(),
         "eval_std": returns.std(),
         "eval_episodes": len(returns),
-        "eval_battle_won_rate": won.value.iloc[-1] if len(won) else "",
-        "tests_battle_won_rate": last_fifth[:-1].mean(),  # the last one is the evaluation
+        "eval_battle_won_rate": evaluation,
+        "tests_battle_won_rate": last_fifth.mean(),
         "wall_seconds": round(result["seconds"]),
         "command": f"{command} {variant(script, result['args'], SPEED)}",
         "commit": made["commit"],

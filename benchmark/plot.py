@@ -1,6 +1,7 @@
-"""Learning curves: a figure per script with a panel per environment, and one of all scripts.
+"""Learning curves: a figure per script with a panel per environment, one of all scripts, and one
+over wall time.
 
-    python benchmark/plot.py    # figures/{script}.pdf and .png, figures/overview.pdf and .png
+    python benchmark/plot.py    # figures/{script}.pdf and .png, overview and wall_time as well
 
 A run is cut into 100 equal bins of steps, or fewer if it has fewer than 400 points (200
 evaluations). A seed's value in a bin is the mean of its episodes that ended there, drawn at the
@@ -8,8 +9,8 @@ bin's end. Fewer than three seeds are drawn each. From three on a thin line is a
 their mean, from five on their interquartile mean (IQM), the band its 95 % bootstrap interval. Each
 variant has a color; runs that differ only in their length share one, and a dot marks where each
 ends. Runs of more than three times the length of an environment's shortest have a panel of their
-own. A dashed line is a published score of about as many steps. The same results give the same
-files.
+own. A dashed line is a published score of about as many steps. Wall time is a run's, in proportion
+to its steps; the median of a program's runs counts. The same results give the same files.
 """
 
 import argparse
@@ -52,6 +53,7 @@ PEERS = {  # of the overview: the peer's script, its name
     "a2c_atari": ("sb3_a2c", "Stable-Baselines3"),
     "qmix_smac": ("jaxmarl_qmix", "JaxMARL"),
 }
+ON_THE_CLOCK = ("ppo_continuous", "qmix_smac")  # their runs and the peers' took one core each
 PUBLISHED = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
 PEER_LOOK = {"color": "#777777", "linestyle": "-"}
 TITLES = {
@@ -117,9 +119,13 @@ def curves(paths: list[Path], tag: str, most_bins: int = 100) -> tuple[np.ndarra
     return ends, np.array(seeds)
 
 
-def draw_runs(axes, tag: str, runs: pd.DataFrame, results: Path, look: dict) -> None:
-    """Draw the runs of one variant: below three seeds each, from three on their center and band."""
+def draw_runs(axes, tag: str, runs: pd.DataFrame, results: Path, look: dict, unit=1.0) -> None:
+    """Draw the runs of one variant: below three seeds each, from three on their center and band.
+
+    The horizontal axis is steps times `unit`.
+    """
     steps, values = curves([results / curves_name(row) for row in runs.to_dict("records")], tag)
+    steps = steps * unit
     dot = {"marker": ".", "markersize": 4, "markevery": [-1]}
     if len(values) < 3:
         axes.plot(steps, values.T, **look, **dot, linewidth=1)
@@ -230,6 +236,29 @@ def draw_overview(results: Path) -> Figure:
     return figure
 
 
+def draw_wall_time(results: Path) -> Figure:
+    """Returns over minutes, ours and a peer's: the runs of `draw_overview`."""
+    runs = read_runs(results)
+    figure = Figure(figsize=(WIDTH, 2.3), layout="constrained")
+    shown = {script: ours for script, ours in front(runs).items() if script in ON_THE_CLOCK}
+    for i, (script, ours) in enumerate(shown.items()):
+        axes, (peer, name) = figure.add_subplot(1, len(ON_THE_CLOCK), i + 1), PEERS[script]
+        env_id = ours.iloc[0].env_id
+        theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
+        legend = {f"here ({len(ours)})": (ours, LOOKS[0])}
+        legend[f"{name} ({len(theirs)})"] = (theirs, PEER_LOOK)
+        for rows, look in legend.values():
+            minutes = (rows.wall_seconds.astype(float) / rows.total_steps.astype(int)).median() / 60
+            draw_runs(axes, tag_of(script), rows, results, look, minutes)
+        handles = [Line2D([], [], **look) for _, look in legend.values()]
+        axes.legend(handles, list(legend), loc="best", fontsize=6)
+        axes.set_title(f"{TITLES[script]}, {env_id}")
+        axes.set_xlim(left=0)
+        axes.set_xlabel("minutes on one core")
+        axes.set_ylabel(LABELS[tag_of(script)])
+    return figure
+
+
 def main(argv: list[str]) -> None:
     """Draw the figures, and name the files."""
     parser = argparse.ArgumentParser(
@@ -244,8 +273,9 @@ def main(argv: list[str]) -> None:
     found = sorted(FRONT.keys() & set(read_runs(args.results).script))
     args.figures.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
-        for name in args.scripts or [*found, "overview"]:
-            figure = draw_overview(args.results) if name == "overview" else draw(name, args.results)
+        whole = {"overview": draw_overview, "wall_time": draw_wall_time}
+        for name in args.scripts or [*found, *whole]:
+            figure = whole[name](args.results) if name in whole else draw(name, args.results)
             for suffix, metadata in ((".pdf", {"CreationDate": None}), (".png", {})):
                 path = (args.figures / name).with_suffix(suffix)
                 figure.savefig(path, metadata=metadata, dpi=200)

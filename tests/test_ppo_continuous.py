@@ -374,7 +374,7 @@ def test_a_print_in_the_loss_is_seen_in_every_step(tmp_path, monkeypatch, capsys
 
 @pytest.mark.quick
 def test_the_numpy_actor_samples_the_same_actions(capsys):
-    agent, obs = ppo.Agent(3, 2, -1.0), np.random.default_rng(1).normal(size=(12, 5, 3))
+    agent, obs = ppo.Agent(3, 2, -1.0), np.random.default_rng(1).normal(size=(12, 8, 3))
     actions = []
     for act in (ppo.accelerate(ppo.Args(num_steps=4))[0], ppo.act):
         torch.manual_seed(1)
