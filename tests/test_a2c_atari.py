@@ -169,12 +169,11 @@ def test_updates_are_the_papers_in_float64(tmp_path, limit_games, name):
     squares = [torch.ones_like(p) for p in parameters]
     rmsprop = torch.optim.RMSprop(parameters, alpha=args.rmsprop_alpha, eps=args.rmsprop_eps)
     norms = []
+    names = ("rewards", "truncations", "terminations", "fire", "actions")
     for k, (after, lr) in enumerate(zip(tape.parameters[1:], tape.rates)):
         rows = slice(k * T, k * T + T)
-        rewards, truncations, ends, fire, actions = (
-            torch.from_numpy(x[rows])
-            for x in (tape.rewards, tape.truncations, tape.terminations, tape.fire, tape.actions)
-        )
+        columns = [torch.from_numpy(getattr(tape, x)[rows]) for x in names]
+        rewards, truncations, ends, fire, actions = columns
         if not args.bootstrap_truncation:
             ends = ends | truncations
         logits, values = plain_network(parameters, tape.obs[rows])
@@ -259,16 +258,13 @@ def finished(tmp_path_factory):
     return folder, seeds
 
 
-def test_seeds_differ_between_runs_checkpoints_and_evaluation(finished):
+def test_seeds_checkpoints_and_flags_given_at_a_resume(finished, tmp_path, no_evaluation):
     folder, seeds = finished
     assert len(seeds) == len(set(seeds)) == 9, seeds
     names = sorted(path.name for path in folder.glob("checkpoint_*"))
     assert names == ["checkpoint_000000000070.pt", "checkpoint_000000000100.pt"]
-
-
-def test_flags_of_the_optimizer_given_at_a_resume_count(finished, tmp_path, no_evaluation):
     flags = dict(learning_rate=1e-5, rmsprop_alpha=0.5, rmsprop_eps=1e-3)
-    folder = resume(a2c, finished[0], tmp_path / "run", total_timesteps=110, **flags)
+    folder = resume(a2c, folder, tmp_path / "run", total_timesteps=110, **flags)
     (group,) = load(folder / "checkpoint_000000000110.pt")["optimizer"]["param_groups"]
     assert (group["lr"], group["alpha"], group["eps"]) == (1e-5, 0.5, 1e-3)
 
@@ -286,7 +282,7 @@ def test_episodes_are_logged_unclipped_and_losses_by_interval(tmp_path, limit_ga
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_evaluation_counts_the_first_episode_of_each_environment(tmp_path, limit_games, greedy):
+def test_evaluation_counts_first_episodes(tmp_path, monkeypatch, limit_games, greedy):
     limit_games(a2c, 250)
     flags = dict(env_id="ALE/SpaceInvaders-v5", eval_episodes=3, greedy=greedy)
     args = a2c.Args(**SMALL | flags)
@@ -304,13 +300,11 @@ def test_evaluation_counts_the_first_episode_of_each_environment(tmp_path, limit
         episodes.append(self.episodes)
         return result
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(a2c.AtariEnvs, "step", step)
-        returns = a2c.evaluate(args, model, tmp_path)
+    monkeypatch.setattr(a2c.AtariEnvs, "step", step)
+    returns = a2c.evaluate(args, model, tmp_path)
     assert returns == [episodes[-1][0][0], 7.0, episodes[-1][2][0]] and len(actions) == 63
     assert (np.unique(actions).tolist() == [2]) == greedy
     assert max(returns) > 1  # unclipped
-    assert a2c.evaluate(args, model, tmp_path)[::2] == returns[::2]
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
@@ -359,33 +353,21 @@ def test_a_changed_script_resumes_exactly(tmp_path, monkeypatch, no_evaluation, 
     assert_same(whole, load(resume(a2c, tmp_path / "run", tmp_path / "resumed") / last.name))
 
 
-def test_an_optimizer_of_unsaved_parameters_is_an_error(tmp_path, monkeypatch):
-    class Agent(a2c.Agent):
-        def parameters(self, recurse=True):
-            return [*super().parameters(), nn.Parameter(torch.ones(1))]
-
-    monkeypatch.setattr(a2c, "Agent", Agent)
-    with pytest.raises(SystemExit, match=r"error: .*optimizer"):
-        train(a2c, tmp_path, **SMALL)
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("flags", [dict(checkpoint_interval=9), dict(env_id="NoSuch-v0")])
-def test_wrong_values_are_refused_before_a_folder_is_made(tmp_path, flags):
+def test_a_batch_larger_than_the_interval_is_refused_before_a_folder_is_made(tmp_path):
     with pytest.raises(SystemExit, match=r"^error: "):
-        train(a2c, tmp_path / "run", **SMALL | flags)
+        train(a2c, tmp_path / "run", **SMALL | dict(checkpoint_interval=9))
     assert not (tmp_path / "run").exists()
 
 
 def test_what_speeds_the_cpu_up(tmp_path, no_evaluation):
     """Denormals are flushed to zero, and threads do not spin (read when torch is imported)."""
-    flushes = torch.set_flush_denormal(True)
+    flushes = torch.set_flush_denormal(True)  # whether this processor can
     torch.set_flush_denormal(False)
     train(a2c, tmp_path, **SMALL | dict(total_timesteps=10))
     product = torch.full((8,), 1e-30) * 1e-9
     assert bool((product.view(torch.int32) != 0).any()) == (not flushes)
     code = "import a2c_atari, os; print(os.environ['OMP_WAIT_POLICY'])"
-    options = dict(cwd=ROOT, env=dict(os.environ), capture_output=True)
-    options["env"].pop("OMP_WAIT_POLICY", None)
-    result = subprocess.run([sys.executable, "-c", code], **options)
-    assert result.stdout == b"PASSIVE\n", result.stderr
+    environment = {name: x for name, x in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    words = [sys.executable, "-c", code]
+    assert subprocess.check_output(words, cwd=ROOT, env=environment) == b"PASSIVE\n"

@@ -93,17 +93,12 @@ def test_events_of_a_resumed_run_are_read_once(tmp_path):
     assert events.value.tolist() == [*range(1, 7), *range(107, 116)]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Two finished runs of PPO, the second with another gamma and without provenance.json."""
-    runs = tmp_path_factory.mktemp("runs")
-    train(ppo, runs / "1", **SMALL)
-    provenance.write_provenance(runs / "1")
-    train(ppo, runs / "2", **SMALL, seed=2, gamma=0.9)
-    return runs
-
-
-def test_collected_runs_are_what_the_script_wrote(finished, tmp_path, capsys):
+def test_collected_runs_are_what_the_script_wrote(tmp_path, capsys):
+    """Two runs, the second with another gamma and without provenance.json."""
+    finished, tmp_path = tmp_path / "runs", tmp_path / "results"
+    train(ppo, finished / "1", **SMALL)
+    provenance.write_provenance(finished / "1")
+    train(ppo, finished / "2", **SMALL, seed=2, gamma=0.9)
     flags = [str(finished), "--results", str(tmp_path)]
     assert collect.main(flags) == 1  # a commit is missing
     assert str(finished / "2") in capsys.readouterr().err

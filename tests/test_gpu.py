@@ -33,14 +33,8 @@ SMALL = {
     "dqn_per_atari": ENVS
     | dict(train_frequency=8, batch_size=2, buffer_size=66, learning_starts=4, eval_epsilon=0.5),
     "qmix_smac": dict(num_envs=2, total_timesteps=200, checkpoint_interval=100, batch_size=4)
-    | dict(
-        buffer_size=24,
-        rnn_hidden_dim=16,
-        target_update_interval=7,
-        updates_per_episode=0.5,
-        test_nepisode=2,
-        eval_episodes=2,
-    ),
+    | dict(buffer_size=24, rnn_hidden_dim=16, target_update_interval=7, updates_per_episode=0.5)
+    | dict(test_nepisode=2, eval_episodes=2),
 }
 # How often the host may wait for the GPU: at each step of all environments, for the actions; at
 # each gradient step; and once, for the losses that are logged
@@ -128,7 +122,6 @@ def test_trains_and_resumes_as_on_the_cpu(script, tmp_path, prepare, monkeypatch
         max(killed.glob("checkpoint_*.pt")).unlink()  # killed after the last but one
         with on_gpu() if other == "cpu_then_gpu" else contextlib.nullcontext():
             resume(module, killed, tmp_path / other, cuda=other == "cpu_then_gpu")
-
     expected, same = tensors_of(load(cpu / "model.pt")), torch.allclose if REAL else torch.equal
     for folder in ("gpu", "cpu_then_gpu", "gpu_then_cpu"):
         found = tensors_of(load(tmp_path / folder / "model.pt"))
@@ -136,7 +129,6 @@ def test_trains_and_resumes_as_on_the_cpu(script, tmp_path, prepare, monkeypatch
         assert [x for x in expected if not same(found[x], expected[x])] == [], folder
     returns = [json.loads((x / "result.json").read_text())["episodic_return"] for x in (cpu, gpu)]
     assert REAL or returns[0] == returns[1]
-
     num_steps = load(gpu / "model.pt")["global_step"] / flags.get("num_envs", 1)
     per_step, per_update, once = WAITS[script]
     assert REAL or num_steps <= waits[0].total(), "no actions came from the GPU"
@@ -144,8 +136,7 @@ def test_trains_and_resumes_as_on_the_cpu(script, tmp_path, prepare, monkeypatch
 
 
 def test_a3c_spawns_workers_that_use_the_gpu(tmp_path):
-    import a3c_atari as a3c
-
+    a3c = importlib.import_module("a3c_atari")
     cpu = train(a3c, tmp_path / "cpu", **SMALL["a3c_atari"], cuda=False)
     with on_gpu():
         gpu = train(a3c, tmp_path / "gpu", **SMALL["a3c_atari"], cuda=True)

@@ -124,9 +124,7 @@ def test_the_log_of_a_resumed_run_is_that_of_an_uninterrupted_one(finished, tmp_
     sorted(folder.glob("checkpoint_*.pt"))[-1].unlink()  # killed after step 700, having logged on
     again = resume(ppo, folder, tmp_path / "again")
     a, b = logged(finished), logged(again)
-    for log in (a, b):
-        log.pop("charts/SPS")
-    assert_same(a, b)
+    assert_same(a | {"charts/SPS": 0}, b | {"charts/SPS": 0})
 
 
 def test_the_model_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
@@ -200,21 +198,15 @@ def test_a_folder_in_use_and_ctrl_c(tmp_path):
     assert "evaluation" in resumed.stdout, resumed
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--env-id Pusher-v4", "Pusher-v4"),
-        ("--env-id HalfCheetah-v2", "v2"),
-        ("--env-id nomodule:X-v0", "nomodule"),
-        ("--env-id CartPole-v1", "CartPole-v1"),
-        ("--env-id NoSuch-v0", "NoSuch"),
-        ("--resume nowhere", "nowhere"),
-        ("--evaluate nowhere.pt", "nowhere"),
-    ],
-)
-def test_wrong_calls_get_a_line(flags, message, tmp_path, monkeypatch):
+WRONG_IDS = ("Pusher-v4", "HalfCheetah-v2", "nomodule:X-v0", "CartPole-v1", "NoSuch-v0")
+WRONG_CALLS = [*(f"--env-id {x}" for x in WRONG_IDS), "--resume nowhere", "--evaluate nowhere.pt"]
+
+
+@pytest.mark.parametrize("flags", WRONG_CALLS)
+def test_wrong_calls_get_a_line(flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=message):
+    parts = re.split("[:.-]", flags.split()[1])
+    with pytest.raises(SystemExit, match="|".join(parts)):
         call("ppo_continuous", *flags.split())
     assert not list(tmp_path.glob("runs/*"))
 
@@ -231,14 +223,11 @@ def test_a_seed_of_any_size(monkeypatch):
 
 
 def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
-    calls, deleted = [], []
-
-    class CommError(Exception):
-        """W&B's, for a run that was deleted."""
+    calls, CommError = [], type("CommError", (Exception,), {})
 
     def init(**kwargs):
         calls.append(kwargs)
-        if deleted and "id" in kwargs:
+        if len(calls) == 4:  # this run was deleted
             raise CommError
 
     wandb = types.SimpleNamespace(init=init, errors=types.SimpleNamespace(CommError=CommError))
@@ -248,7 +237,6 @@ def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
     train(ppo, path, **flags)
     train(ppo, tmp_path / "other", **flags)
     ppo.train(ppo.Args(**flags), path, ppo.load_checkpoint(path))
-    deleted.append(True)
     train(ppo, tmp_path / "third", **flags)
     first, other, again, _, new = calls
     assert "id" not in new and new["resume"] == "allow"
@@ -257,16 +245,10 @@ def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
 
 
 def test_upload(tmp_path, monkeypatch):
-    calls = {}
-
-    class HfApi:
-        def create_repo(self, name, exist_ok):
-            return types.SimpleNamespace(repo_id=name)
-
-        def upload_folder(self, **kwargs):
-            calls.update(kwargs)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=HfApi))
+    calls, named = {}, lambda name, exist_ok: types.SimpleNamespace(repo_id=name)
+    api = types.SimpleNamespace(create_repo=named, upload_folder=calls.update)
+    hub = types.SimpleNamespace(HfApi=lambda: api)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     train(ppo, tmp_path / "run", **SMALL, upload_model=True, hf_entity="lab", save_model=False)
     assert calls["repo_id"] == "lab/Pendulum-v1-ppo_continuous-1"
     names = {path.name for path in calls["folder_path"].iterdir()}
