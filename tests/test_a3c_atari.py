@@ -351,28 +351,22 @@ def test_a_frozen_layer_stays_and_a_gradient_that_is_not_finite_is_an_error():
 @pytest.mark.parametrize("greedy", [False, True])
 def test_evaluation(tmp_path, monkeypatch, capsys, greedy):
     """The first episode of each environment counts; the state is reset where it is in training."""
-    zero, ended, actions, seeds = [], [np.ones(2, bool)], [], []
+    zero, ended, actions = [], [np.ones(2, bool)], []
 
-    class AtariEnvs(a3c.AtariEnvs):
-        def reset(self, seed, *arguments):
-            seeds.append(seed)
-            return super().reset(seed, *arguments)
+    def step(self, chosen, step=a3c.AtariEnvs.step):
+        result = step(self, chosen)
+        if len(actions) == 20:
+            self.episodes = self.episodes | {1: (7.0, 20)}  # a second one follows
+        actions.append(chosen)
+        ended.append(result[3] | result[4])
+        return result
 
-        def step(self, chosen):
-            result = super().step(chosen)
-            if len(actions) == 20:
-                self.episodes = self.episodes | {1: (7.0, 20)}  # a second one follows
-            actions.append(chosen)
-            ended.append(result[3] | result[4])
-            return result
+    def forward(self, obs, lstm_state, forward=a3c.Agent.forward):
+        zero.append((torch.stack(list(lstm_state)) == 0).all(-1).all(0).numpy())
+        return forward(self, obs, lstm_state)
 
-    class Agent(a3c.Agent):
-        def forward(self, obs, lstm_state):
-            zero.append((torch.stack(list(lstm_state)) == 0).all(-1).all(0).numpy())
-            return super().forward(obs, lstm_state)
-
-    monkeypatch.setattr(a3c, "AtariEnvs", AtariEnvs)
-    monkeypatch.setattr(a3c, "Agent", Agent)
+    monkeypatch.setattr(a3c.AtariEnvs, "step", step)
+    monkeypatch.setattr(a3c.Agent, "forward", forward)
     args = a3c.Args(**SMALL | dict(episodic_life=True, greedy=greedy))
     agent = a3c.Agent((1, 105, 80), 4, args)
     agent.policy_head.bias.data[2] = 0.3
@@ -382,7 +376,7 @@ def test_evaluation(tmp_path, monkeypatch, capsys, greedy):
     np.testing.assert_array_equal(zero, ended[:-1])
     assert sum(map(sum, ended)) > 3  # lives
     assert (np.unique(actions).tolist() == [2]) == greedy
-    assert seeds[0] not in [a3c.seed_everything(1, 0, 2 + rank) for rank in range(4)]
+    assert torch.initial_seed() not in [a3c.seed_everything(1, 0, 2 + rank) for rank in range(4)]
     monkeypatch.setattr(a3c, "EVAL_STEPS", 10)
     assert len(a3c.evaluate(args, model, tmp_path)) == 2
     assert "cut off after 10 steps" in capsys.readouterr().out
@@ -401,9 +395,8 @@ def test_what_workers_start_from(tmp_path, monkeypatch):
             assert x.is_shared()
         return model, optimizer, steps
 
-    runs = [start(str(i), seed=seed) for i, seed in enumerate((1, 1, 2))]
-    one, same, other = (flat(model.parameters()) for model, *_ in runs)
-    assert one.equal(same) and not one.equal(other)
+    one, other = (flat(start(str(seed), seed=seed)[0].parameters()) for seed in (1, 2))
+    assert not one.equal(other)
     agent = a3c.Agent((1, 105, 80), 4, a3c.Args())
     (saved,) = make_optimizers(a3c.Args(optimizer="rmsprop"), agent)
     for i, x in enumerate(states(saved)):
