@@ -367,7 +367,6 @@ def test_what_speeds_the_cpu_up(tmp_path, no_evaluation):
     train(a2c, tmp_path, **SMALL | dict(total_timesteps=10))
     product = torch.full((8,), 1e-30) * 1e-9
     assert bool((product.view(torch.int32) != 0).any()) == (not flushes)
-    code = "import a2c_atari, os; print(os.environ['OMP_WAIT_POLICY'])"
+    words = [sys.executable, "-c", "import a2c_atari, os; print(os.environ['OMP_WAIT_POLICY'])"]
     environment = {name: x for name, x in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    words = [sys.executable, "-c", code]
     assert subprocess.check_output(words, cwd=ROOT, env=environment) == b"PASSIVE\n"

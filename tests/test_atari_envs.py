@@ -48,8 +48,7 @@ class Plain:
             if frame >= 2:
                 self.screens.append(torch.from_numpy(self.ale.getScreenGrayscale()))
         self.score, self.length = self.score + reward, self.length + 1
-        truncated = 4 * self.length >= self.limit
-        lost_life = self.ale.lives() < lives
+        lost_life, truncated = self.ale.lives() < lives, 4 * self.length >= self.limit
         return reward, lost_life, self.ale.game_over(with_truncation=False), truncated
 
     def pixels(self):

@@ -113,10 +113,9 @@ def test_flags_given_at_a_resume_count_and_time_goes_on(finished, tmp_path):
     checkpoint = torch.load(again / "model.pt", weights_only=True)
     assert checkpoint["global_step"] == 2000
     assert checkpoint["seconds"] > torch.load(finished / "model.pt", weights_only=True)["seconds"]
-    rates = logged(again)["charts/learning_rate"]
-    assert rates[1100] == pytest.approx(1e-3 / 2)
-    speeds = logged(again)["charts/SPS"]
-    assert speeds[2000] == pytest.approx(2000 / checkpoint["seconds"], rel=0.5)
+    points = logged(again)
+    assert points["charts/learning_rate"][1100] == pytest.approx(1e-3 / 2)
+    assert points["charts/SPS"][2000] == pytest.approx(2000 / checkpoint["seconds"], rel=0.5)
 
 
 def test_the_log_of_a_resumed_run_is_that_of_an_uninterrupted_one(finished, tmp_path):
