@@ -84,11 +84,11 @@ def test_ppo_trains_resumes_evaluates(patched, tmp_path, name):
 
 
 def test_discrete_learns_cartpole(patched, tmp_path):
-    flags = dict(num_envs=8, num_steps=64, num_minibatches=4, learning_rate=2e-3)
-    flags |= dict(total_timesteps=25_000, eval_episodes=4)  # 10 s on one core
+    flags = dict(num_envs=8, num_steps=64, num_minibatches=4, learning_rate=1e-3)
+    flags |= dict(total_timesteps=40_000)  # 15 s on one core
     folder = train(patched("ppo_continuous", "discrete"), tmp_path / "run", **flags)
     (score,) = logged(folder)["eval/episodic_return"].values()
-    assert score > 400
+    assert score >= 475
 
 
 @quick

@@ -56,11 +56,10 @@ def test_learns_and_resumes(variant, monkeypatch, tmp_path, name):
 
 
 def test_vectors_learns_cartpole_and_resumes(variant, tmp_path):
-    """More steps: variants/README.md. A random policy's return is 20."""
+    """A random policy's return is 20."""
     module = variant("vectors")
-    flags = dict(total_timesteps=8_000, checkpoint_interval=6_000, cuda=False)
-    train(module, tmp_path / "run", **flags)
-    assert score(tmp_path / "run") > 100
+    train(module, tmp_path / "run", checkpoint_interval=36_000, cuda=False)
+    assert score(tmp_path / "run") >= 400
     assert_resumes(module, tmp_path / "run", tmp_path / "resumed")
 
 
