@@ -2,37 +2,26 @@
 
 import itertools
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, load, logged, resume, train
-from test_qmix_smac import SMALL, make_games, make_networks, minibatch, random_episodes
+from conftest import assert_resumes, load, logged, train
+from test_qmix_smac import SMALL, greedy, make_episodes, make_games, make_networks, to_batch, unroll
 
 quick = pytest.mark.quick
-PAYOFFS = np.array([[8, -12, -12], [-12, 0, 0], [-12, 0, 0]])  # not monotone: [WQMIX], [QPLEX]
 AGENTS = [0, 1, 2]
-JOINT = torch.tensor(list(itertools.product(range(3), repeat=2)))  # actions of two agents
 
 
 @pytest.mark.parametrize("name", ["own_environment", "weighted", "qplex", "mappo"])
 def test_run_resume_evaluate(patched, monkeypatch, tmp_path, name):
-    """A run resumed from its middle equals the whole one; evaluation repeats the final one."""
     module = patched("qmix_smac", name)
     flags = {flag: value for flag, value in SMALL.items() if hasattr(module.Args, flag)}
     if name != "own_environment":
         monkeypatch.setattr(module, "make_envs", make_games)
-    whole, cut = train(module, tmp_path / "whole", **flags), tmp_path / "cut"
-    middle, last = sorted(path.name for path in whole.glob("checkpoint_*.pt"))
-    cut.mkdir()
-    shutil.copy(whole / middle, cut)
-    assert_same(load(resume(module, cut, tmp_path / "resumed") / last), load(whole / last))
-    before, after = (load(whole / path)["networks"] for path in (middle, last))
+    whole = assert_resumes(module, tmp_path, **flags)
+    before, after = (load(path)["networks"] for path in sorted(whole.glob("checkpoint_*.pt")))
     assert all(not x.equal(after[key]) for key, x in before.items() if "weight" in key)
-    model = module.load_checkpoint(whole / "model.pt")
-    returns = module.evaluate(module.Args(**model["args"]), model, whole)
-    assert returns == json.loads((whole / "result.json").read_text())["episodic_return"]
     assert all(np.isfinite(list(x.values())).all() for x in logged(whole).values())
 
 
@@ -45,60 +34,36 @@ def test_own_environment_learns_the_two_step_game(patched, tmp_path, mixer, best
     assert set(json.loads((folder / "result.json").read_text())["episodic_return"]) == {best}
 
 
-@pytest.mark.parametrize("weighting, alpha, best", [("ow", 0.1, 8), ("cw", 0.1, 8), ("ow", 1, 0)])
-def test_weighted_learns_a_game_that_is_not_monotone(patched, weighting, alpha, best):
-    """From all joint actions equally often; with weights of 1, a suboptimal one is learned."""
-    module, ones = patched("qmix_smac", "weighted"), torch.ones(2, 9, 2, 1)
-    masks = torch.ones(2, 9, 2, 3).bool(), torch.ones(2, 9).bool()  # nine episodes of one step
-    rewards, ends = torch.tensor(PAYOFFS).float().view(1, 9, 1), torch.ones(1, 9, 1)
-    batch = module.Episode(ones, ones[:, :, 0], *masks, JOINT[None], rewards, ends)
-    torch.manual_seed(1)
-    args = module.Args(weighting=weighting, alpha=alpha)
-    networks = module.Networks(args, module.Shape(2, 3, 1, 1))
-    optimizer = torch.optim.Adam(networks.parameters(), lr=2e-3)
-    for _ in range(600):
-        module.update(networks, networks, optimizer, batch, args)
-    inputs = (ones[:1, :1], torch.full((1, 1, 2), -1), torch.ones(1, 1).bool())
-    qs, _ = networks.agent(*inputs, networks.agent.initial_hidden(1))
-    assert PAYOFFS[tuple(qs[0, 0].argmax(dim=-1))] == best
-
-
-def values(agent, episode):
-    """Q (T+1, n, A) of one episode."""
-    actions = torch.cat([torch.full((1, 3), -1), episode.actions])
-    inputs = (episode.obs[:, None], actions[:, None], episode.filled[:, None])
-    return agent(*inputs, agent.initial_hidden(1))[0][:, 0].detach()
-
-
-def greedy(qs, avail):
-    """The greedy available action of each agent (n,), by a loop."""
-    return [max(range(4), key=lambda u: (avail[a, u].item(), qs[a, u].item())) for a in AGENTS]
+def assert_same_gradient(networks, *losses):
+    gradients = [torch.autograd.grad(loss, list(networks.parameters())) for loss in losses]
+    torch.testing.assert_close(*gradients)
 
 
 @quick
 @pytest.mark.parametrize("weighting", ["ow", "cw"])
 def test_weighted_loss_by_loops(patched, weighting):
-    """[WQMIX] Eqs. (10) to (13)."""
-    module, episodes = patched("qmix_smac", "weighted"), random_episodes([2, 6, 4, 9, 5])
-    args, rows = module.Args(weighting=weighting), []
+    """[WQMIX] Eqs. (10) to (13): loss and gradient."""
+    module, episodes = patched("qmix_smac", "weighted"), make_episodes([2, 6, 4, 9, 5])
+    args, rows = module.Args(weighting=weighting, alpha=0.25), []
     networks, targets = make_networks(args, module=module)
-    loss, metrics = module.qmix_loss(networks, targets, minibatch(episodes), args)
+    loss, metrics = module.qmix_loss(networks, targets, to_batch(episodes), args)
     for episode in episodes:
         agents = (networks.agent, networks.central_agent, targets.central_agent)
-        q, central, target = (values(agent, episode) for agent in agents)
+        q, central, target = (unroll(agent, episode) for agent in agents)
         s, best = episode.state, [greedy(*x) for x in zip(q, episode.avail_actions)]
         for t, u in enumerate(episode.actions.tolist()):
             bootstrap = targets.central_mixer(target[t + 1, AGENTS, best[t + 1]], s[t + 1])
-            y = episode.rewards[t] + 0.99 * (1 - episode.terminations[t]) * bootstrap
+            y = episode.rewards[t] + 0.99 * (1 - episode.terminations[t]) * bootstrap.detach()
             q_tot = networks.mixer(q[t, AGENTS, u], s[t])
             highest = targets.central_mixer(target[t, AGENTS, best[t]], s[t])
             important = {"ow": q_tot < y, "cw": y > highest or u == best[t]}[weighting]
-            q_star, w = networks.central_mixer(central[t, AGENTS, u], s[t]), 1 if important else 0.5
-            rows.append((w, w * (y - q_tot).item() ** 2, (y - q_star).item() ** 2))
-    weight, td_loss, central_loss = np.mean(rows, axis=0)
-    assert 0.5 < weight < 1 and metrics["weight_mean"].item() == pytest.approx(weight)
-    assert metrics["td_loss"].item() == pytest.approx(td_loss, rel=1e-9)
-    assert loss.item() == pytest.approx(td_loss + central_loss, rel=1e-9)
+            q_star = networks.central_mixer(central[t, AGENTS, u], s[t])
+            w = 1 if important else 0.25
+            rows.append((torch.tensor([w]), w * (y - q_tot) ** 2, (y - q_star) ** 2))
+    weight, td_loss, central_loss = (torch.stack(x).mean() for x in zip(*rows))
+    assert 0.25 < weight < 1 and metrics["weight_mean"].item() == pytest.approx(weight.item())
+    assert metrics["td_loss"].item() == pytest.approx(td_loss.item(), rel=1e-9)
+    assert_same_gradient(networks, loss, td_loss + central_loss)
 
 
 @quick
@@ -114,17 +79,13 @@ def test_qplex_mixer_over_all_joint_actions(patched):
         best, states = qs.max(dim=1).values, state.expand(len(joint), 6)
         q_tot = mixer(chosen, states, best.expand(len(joint), 3), joint)[:, 0]
         assert joint[q_tot.argmax()].equal(qs.argmax(dim=1)), f"seed {seed}"
-        v_tot, importances = (w * best + b).sum(), mixer.importances(states, joint)
+        x = torch.cat([states, torch.eye(4).double()[joint].flatten(1)], dim=1)
+        scores, phi = mixer.hyper_lambda(x).sigmoid(), mixer.hyper_phi(state).sigmoid()
+        parts = scores.view(64, 4, 3), phi.view(4, 3), mixer.hyper_v(state).abs()
+        importances = torch.einsum("uki,ki,k->ui", *parts)  # joint actions u, heads k, agents i
         assert (importances > 0).all() and importances.std(dim=0).min() > 0
-        v, phi, expected = mixer.hyper_v(state).abs(), mixer.hyper_phi(state).sigmoid(), []
-        for u in joint:
-            x = torch.cat([state, torch.eye(4).double()[u].flatten()])
-            score, total = mixer.hyper_lambda(x).sigmoid(), v_tot
-            for k, i in itertools.product(range(4), AGENTS):  # heads and agents
-                term = score[3 * k + i] * phi[3 * k + i] * v[k]
-                total = total + term * w[i] * (qs[i, u[i]] - best[i])
-            expected.append(total)
-        torch.testing.assert_close(q_tot, torch.stack(expected), rtol=1e-6, atol=1e-6)
+        expected = (w * best + b).sum() + (importances * w * (chosen - best)).sum(dim=1)
+        torch.testing.assert_close(q_tot, expected, rtol=1e-6, atol=1e-6)
         (slopes,) = torch.autograd.grad(q_tot.sum(), chosen)
         torch.testing.assert_close(slopes, w.expand_as(slopes))  # none through A_i
 
@@ -133,23 +94,25 @@ def test_qplex_mixer_over_all_joint_actions(patched):
 @pytest.mark.parametrize("double_q", [True, False])
 def test_qplex_loss_by_loops(patched, double_q):
     """The mixer gets the agents' highest available values, of the same network."""
-    module, episodes, squares = patched("qmix_smac", "qplex"), random_episodes([2, 6, 4]), []
+    module, episodes, squares = patched("qmix_smac", "qplex"), make_episodes([2, 6, 4]), []
     args = module.Args(double_q=double_q)
     networks, targets = make_networks(args, module=module)
-    loss, _ = module.qmix_loss(networks, targets, minibatch(episodes), args)
+    loss, _ = module.qmix_loss(networks, targets, to_batch(episodes), args)
 
     def mix(mixer, qs, state, avail, u):
         return mixer(qs[AGENTS, u], state, qs[AGENTS, greedy(qs, avail)], torch.tensor(u))
 
     for episode in episodes:
-        q, target = values(networks.agent, episode), values(targets.agent, episode)
+        q, target = (unroll(x.agent, episode) for x in (networks, targets))
         s, avail = episode.state, episode.avail_actions
         for t, u in enumerate(episode.actions.tolist()):
             best = greedy((q if double_q else target)[t + 1], avail[t + 1])
             bootstrap = mix(targets.mixer, target[t + 1], s[t + 1], avail[t + 1], best)
-            y = episode.rewards[t] + 0.99 * (1 - episode.terminations[t]) * bootstrap
-            squares.append((y - mix(networks.mixer, q[t], s[t], avail[t], u)).item() ** 2)
-    assert loss.item() == pytest.approx(np.mean(squares), rel=1e-9)
+            y = episode.rewards[t] + 0.99 * (1 - episode.terminations[t]) * bootstrap.detach()
+            squares.append((y - mix(networks.mixer, q[t], s[t], avail[t], u)) ** 2)
+    expected = torch.cat(squares).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    assert_same_gradient(networks, loss, expected)
 
 
 @quick
@@ -160,11 +123,12 @@ def test_mappo_loss_by_loops(patched, monkeypatch):
     networks = make_networks(args, module=module)[0]
     networks.critic.observe(torch.tensor([3.0, 5.0]))  # mean 4, deviation 1
     logprobs = torch.rand(20, 3).double().log() / 4 - 1
-    episodes = random_episodes([6, 5, 4])
+    episodes = make_episodes([6, 5, 4])
     episodes = [module.Episode(*x[:5], logprobs[-len(x.rewards) :], *x[5:]) for x in episodes]
     batch = module.Episode(*map(torch.nn.utils.rnn.pad_sequence, zip(*episodes)))
     for e in episodes:
-        v, logits = 4 + networks.critic(e.state)[:, 0].detach(), values(networks.agent, e)
+        v = 4 + networks.critic(e.state)[:, 0].detach()
+        logits = unroll(networks.agent, e).detach()
         r, discounts = e.rewards[:, 0], 0.9 * (1 - e.terminations[:, 0])
         deltas = r + discounts * v[1:] - v[:-1]
         for t in range(len(r)):
@@ -191,13 +155,3 @@ def test_mappo_loss_by_loops(patched, monkeypatch):
     loss, metrics = mappo_loss(*inputs, (old_values + 0.3, *data), args)
     clipped = torch.max(errors.square(), (errors + 0.1).square()).mean().item()
     assert loss.item() == pytest.approx(policy_loss - 0.01 * entropy + clipped, rel=1e-6)
-
-
-@quick
-def test_mappo_samples_available_actions_by_the_policy(patched):
-    module, avail = patched("qmix_smac", "mappo"), torch.tensor([True, False, True, False])
-    torch.manual_seed(0)
-    pi = module.policy(torch.tensor([1.0, 9.0, 0.0, 9.0]).expand(20000, 4), avail)
-    shares = pi.sample().bincount(minlength=4) / 20000
-    assert shares[0] == pytest.approx(1 / (1 + np.exp(-1)), abs=0.02) and shares[[1, 3]].sum() == 0
-    assert (pi.mode == 0).all() and pi.entropy().isfinite().all()
