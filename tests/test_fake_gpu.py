@@ -34,11 +34,6 @@ ALLOWED = {
     "zeros_like": lambda cpu, gpu: torch.zeros_like(gpu),
     "to another's device": lambda cpu, gpu: cpu.to(gpu),
 }
-NETWORKS = {
-    "convolution": (lambda: nn.Sequential(nn.Conv2d(4, 3, 3), nn.ReLU()), (6, 4, 9, 9)),
-    "LSTM": (lambda: nn.LSTM(5, 6), (4, 3, 5)),
-    "GRU": (lambda: nn.GRU(5, 6), (4, 3, 5)),
-}
 
 
 @pytest.fixture
@@ -77,23 +72,20 @@ def test_counts_each_wait_by_its_line(device):
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("network", NETWORKS)
-def test_trains_as_on_the_cpu_to_the_bit(network, bf16):
-    make, shape = NETWORKS[network]
+def test_an_lstm_trains_as_on_the_cpu_to_the_bit(bf16):
+    """The scripts' networks: test_gpu.py."""
     states = []
     for context, name in ((contextlib.nullcontext(), "cpu"), (fake_gpu.pretend(), "cuda")):
         with context:
             torch.manual_seed(1)
-            net, device = make().to(name), torch.device(name)
+            net, device = nn.LSTM(5, 6).to(name), torch.device(name)
             optimizer = torch.optim.Adam(net.parameters(), 1e-2, fused=True)
             for _ in range(3):
-                x = torch.randn(shape).to(device)[torch.randperm(shape[0], device=device)]
+                x = torch.randn(4, 3, 5).to(device)[torch.randperm(4, device=device)]
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    output = net(x)
-                mean = (output[0] if isinstance(output, tuple) else output).float()
-                policy = torch.distributions.Normal(mean, 0.5)
+                    outputs, _ = net(x)
                 optimizer.zero_grad()
-                (mean.mean() - policy.log_prob(policy.sample()).mean()).backward()
+                outputs.float().square().mean().backward()
                 nn.utils.clip_grad_norm_(net.parameters(), 0.1)
                 optimizer.step()
             states.append({key: x.cpu() for key, x in net.state_dict().items()})
