@@ -24,7 +24,6 @@ SMALL = dict(env_id="Pendulum-v1", num_envs=2, num_steps=64, num_minibatches=2, 
 SMALL |= dict(total_timesteps=640, checkpoint_interval=300, eval_episodes=2, seed=3)
 PPO = {
     "discrete": dict(env_id="CartPole-v1"),
-    "kl_penalty": dict(target_kl=1e-4),
     "lstm": dict(sequence_length=16, num_observed=2),
     "rnd": dict(),
     "rpo": dict(),
@@ -51,26 +50,24 @@ def test_applies(patch, tmp_path):
 @quick
 def test_rebase_merges_a_changed_script(tmp_path):
     """A line of the patch's context changes: the patch is re-created."""
-    shutil.copytree(ROOT / "tools", tmp_path / "tools")
-    (tmp_path / "variants" / "ppo_continuous").mkdir(parents=True)
-    for name in ("ppo_continuous.py", "variants/ppo_continuous/rpo.patch"):
+    for name in ("ppo_continuous.py", "tools/variants.py", "variants/ppo_continuous/rpo.patch"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
 
-    def call(*words):
-        process = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-        return process.stdout
+    def call(words):
+        options = dict(cwd=tmp_path, capture_output=True, text=True)
+        return subprocess.run(words.split(), **options).stdout
 
-    git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
-    variants, script = [sys.executable, "tools/variants.py"], tmp_path / "ppo_continuous.py"
-    call("git", "init", "-q")
-    call("git", "add", script.name)
-    call(*git, "commit", "-qm", "base")
-    assert "does not apply" not in call(*variants, "check")
+    variants, script = f"{sys.executable} tools/variants.py", tmp_path / "ppo_continuous.py"
+    call("git init -q")
+    call("git add ppo_continuous.py")
+    call("git -c user.name=test -c user.email=test@example.org commit -qm base")
+    assert "does not apply" not in call(f"{variants} check")
     line, changed = "    anneal_lr: bool = True", "    anneal_lr: bool = False"
     script.write_text(script.read_text().replace(line, changed))
-    assert "does not apply" in call(*variants, "check")
-    assert "rebased" in call(*variants, "rebase")
-    call("git", "apply", "variants/ppo_continuous/rpo.patch")
+    assert "does not apply" in call(f"{variants} check")
+    assert "rebased" in call(f"{variants} rebase")
+    call("git apply variants/ppo_continuous/rpo.patch")
     assert "rpo_alpha" in script.read_text() and changed in script.read_text()
 
 
@@ -129,48 +126,34 @@ def test_kl_penalty_rule_and_loss(patched):
     torch.testing.assert_close(loss, 0.7 * kl.sum(-1).mean() - (ratio * advantages).mean())
 
 
-def test_kl_coefficient_adapts_in_training(patched, tmp_path):
-    module, flags = patched("ppo_continuous", "kl_penalty"), SMALL | PPO["kl_penalty"]
-    scalars = logged(train(module, tmp_path / "run", **flags))
-    beta = 1.0
+def test_kl_penalty_trains_resumes_evaluates_and_adapts_its_coefficient(patched, tmp_path):
+    module, beta = patched("ppo_continuous", "kl_penalty"), 1.0
+    scalars = logged(assert_resumes(module, tmp_path, **SMALL, target_kl=1e-4))
     for kl, new in zip(scalars["losses/kl"].values(), scalars["losses/kl_coef"].values()):
         beta *= 2 if kl > 1.5e-4 else 0.5 if kl < 1e-4 / 1.5 else 1
         assert new == beta
-    assert load(tmp_path / "run" / "model.pt")["agent"]["kl_coef"] == beta != 1
-
-
-@quick
-def test_lstm_unrolled_equals_step_by_step(patched):
-    agent = patched("ppo_continuous", "lstm").Agent(3, 2)
-    obs, starts, states = torch.randn(4, 7, 3), torch.rand(4, 7) < 0.3, torch.randn(4, 2, 64)
-    policy, values = agent.unroll(obs, starts, states)
-    for b in range(4):
-        agent.state = tuple(states[b, :, None])
-        for t in range(7):
-            agent.state = None if starts[b, t] else agent.state
-            mean = agent.policy(obs[b, t : t + 1]).mean
-            torch.testing.assert_close(policy.mean[b, t], mean[0])
-            torch.testing.assert_close(values[b, t], agent.critic(agent.state[0])[0, 0])
+    assert load(tmp_path / "whole" / "model.pt")["agent"]["kl_coef"] == beta != 1
 
 
 def test_lstm_update_sees_what_acting_saw(patched, tmp_path, monkeypatch):
-    """The ratios of the first minibatch are 1: states, episode starts and sequences agree."""
-    module, ratios, started = patched("ppo_continuous", "lstm"), [], 0
+    """Values and, in the first minibatch, ratios: states, episode starts and sequences agree."""
+    module, ratios, inner_starts = patched("ppo_continuous", "lstm"), [], 0
     ppo_loss, mlp = module.ppo_loss, module.mlp
 
     def recorded(agent, minibatch, args):
-        nonlocal started
+        nonlocal inner_starts
+        obs, starts, states, _, _, values, *_ = minibatch
+        torch.testing.assert_close(agent.unroll(obs, starts, states[:, 0])[1], values)
+        inner_starts += starts[:, 1:].sum()
         loss, metrics = ppo_loss(agent, minibatch, args)
-        started += minibatch[1][:, 1:].sum()  # episodes that start inside of a sequence
         ratios.append(metrics["approx_kl"])
         return loss, metrics
 
     monkeypatch.setattr(module, "ppo_loss", recorded)
     monkeypatch.setattr(module, "mlp", lambda i, o, gain: mlp(i, o, 1.0))  # means depend on h
     flags = SMALL | PPO["lstm"] | dict(num_steps=224, sequence_length=32, learning_rate=0.0)
-    flags |= dict(checkpoint_interval=1000, total_timesteps=896)
-    train(module, tmp_path / "run", **flags)
-    assert started > 0 and max(abs(x) for x in ratios) < 1e-6
+    train(module, tmp_path, **flags | dict(checkpoint_interval=1000, total_timesteps=896))
+    assert inner_starts > 0 and max(abs(x) for x in ratios) < 1e-6
 
 
 @quick
@@ -185,12 +168,9 @@ def test_state_std_is_a_change_of_variables(patched):
     torch.testing.assert_close(policy.log_prob(u), squashed.log_prob(u.tanh()).sum(-1))
     assert policy.log_prob(torch.full((40, 2), 50.0)).isfinite().all()
 
-    samples = agent.policy(obs[:1].expand(200_000, 3))
-    grid = torch.linspace(-1, 1, 4003, dtype=torch.double)[1:-1, None]
-    density = TransformedDistribution(Normal(mean[0], log_std[0].exp()), TanhTransform()).log_prob(
-        grid
-    )
-    entropy = -(density.exp() * density).sum() * (grid[1] - grid[0])
+    samples = agent.policy(obs[:1].expand(100_000, 3))
+    squashed = TransformedDistribution(Normal(mean[0], log_std[0].exp()), TanhTransform())
+    entropy = -squashed.log_prob(squashed.sample((100_000,))).sum(-1).mean()
     assert abs(samples.entropy().mean() - entropy) < 0.02
 
 

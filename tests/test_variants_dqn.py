@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, load, resume, train
+from conftest import assert_resumes, assert_same, load, resume, train
 from test_dqn_per_atari import SMALL, Tiny, make_batch
 from torch import nn
 from vectors_reader import cases, check
@@ -19,18 +19,6 @@ LEARNS |= dict(checkpoint_interval=330, num_minibatches=2, update_epochs=4, duel
 @pytest.fixture
 def variant(patched):
     return lambda name: patched("dqn_per_atari", name)
-
-
-def last(folder):
-    return load(max(folder.glob("checkpoint_*.pt")))
-
-
-def assert_resumes(module, folder, new_folder):
-    """A run resumed from its last checkpoint but one ends in the same last checkpoint."""
-    end = last(folder)
-    max(folder.glob("checkpoint_*.pt")).unlink()
-    assert any(not x.equal(end["agent"][key]) for key, x in last(folder)["agent"].items())
-    assert_same(last(resume(module, folder, new_folder)), end)
 
 
 def score(folder):
@@ -50,17 +38,14 @@ def test_learns_and_resumes(variant, monkeypatch, tmp_path, name):
     monkeypatch.setattr(module, "AtariVectorEnv", Tiny)
     monkeypatch.setattr(module, "QNetwork", Small)
     fields = module.Args.__annotations__
-    train(module, tmp_path / "run", **{key: x for key, x in LEARNS.items() if key in fields})
-    assert score(tmp_path / "run") > 0.9 * Tiny.best  # half of it by chance
-    assert_resumes(module, tmp_path / "run", tmp_path / "resumed")
+    flags = {key: x for key, x in LEARNS.items() if key in fields}
+    assert score(assert_resumes(module, tmp_path, **flags)) > 0.9 * Tiny.best  # half by chance
 
 
 def test_vectors_learns_cartpole_and_resumes(variant, tmp_path):
     """A random policy's return is 20."""
-    module = variant("vectors")
-    train(module, tmp_path / "run", checkpoint_interval=36_000, cuda=False)
-    assert score(tmp_path / "run") >= 400
-    assert_resumes(module, tmp_path / "run", tmp_path / "resumed")
+    flags = dict(checkpoint_interval=36_000, cuda=False)
+    assert score(assert_resumes(variant("vectors"), tmp_path, **flags)) >= 400
 
 
 def losses(module, method, double=True):
@@ -152,21 +137,14 @@ def test_noisy_layer(variant):
 
 
 @quick
-def test_pqn_returns_are_the_forward_view(variant):
-    """(1 - lambda) sum_n lambda^{n-1} G^(n), until an episode's or the rollout's end."""
-    rewards, next_values, *dice = np.random.default_rng(0).normal(size=(4, 7, 50))
-    columns = rewards, next_values, dice[0] > 1, dice[1] > 1
-    returns = variant("pqn").lambda_returns(*map(torch.from_numpy, columns), 0.9, 0.6)
-    for t, i in np.ndindex(7, 50):
-        total, expected = 0.0, 0.0
-        for n, (reward, next_value, *ends) in enumerate(zip(*(x[t:, i] for x in columns))):
-            total += 0.9**n * reward
-            over = any(ends) or t + n == 6
-            n_step = total + 0.9 ** (n + 1) * next_value * (not ends[0])
-            expected += 0.6**n * (1 if over else 0.4) * n_step
-            if over:
-                break
-        assert returns[t, i].item() == pytest.approx(expected, abs=1e-6)
+def test_pqn_returns_are_the_vectors(variant):
+    for case in cases("qmix", "td_lambda_targets"):
+        rewards, next_values, terminations, mask, gamma, td_lambda = case["inputs"].values()
+        last = mask & ~np.concatenate([mask[1:], np.zeros_like(mask[:1])])
+        columns = rewards, next_values, terminations, last & ~terminations
+        columns = map(torch.from_numpy, columns)
+        returns = variant("pqn").lambda_returns(*columns, gamma.item(), td_lambda.item())
+        check(case, "targets", returns.where(torch.from_numpy(mask), 0), "float32")
 
 
 def test_live_learning_rate(variant, monkeypatch, tmp_path, capsys):
@@ -187,9 +165,11 @@ def test_live_learning_rate(variant, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module.Run, "progress", progress_and_write)
     whole = train(module, tmp_path / "whole", **SMALL | dict(checkpoint_interval=10**6))
     assert not (whole / "live.json").exists()
-    assert {path.stem[-3:] for path in whole.glob("checkpoint_*.pt")} == {"096", "224"}
-    end = last(whole)
-    assert end["optimizer"]["param_groups"][0]["lr"] == 5e-5
-    assert_resumes(module, whole, tmp_path / "after")
+    middle, last = sorted(whole.glob("checkpoint_*.pt"))
+    expected = load(last)
+    assert load(middle)["global_step"] == 96 and expected["global_step"] == 224
+    assert expected["optimizer"]["param_groups"][0]["lr"] == 5e-5
+    last.unlink()
+    assert_same(load(resume(module, whole, tmp_path / "after") / last.name), expected)
     (whole / "live.json").write_text(live)
-    assert_same(last(resume(module, whole, tmp_path / "before")), end)
+    assert_same(load(resume(module, whole, tmp_path / "before") / last.name), expected)
