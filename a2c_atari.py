@@ -121,12 +121,12 @@ class Args:
     eval_episodes: int = 10  # evaluation episodes
 
 
-def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
+def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
     Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
     episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
-    holds the final one. `color` is for videos.
+    holds the final one.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -138,15 +138,11 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
         repeat_action_probability=spec.kwargs["repeat_action_probability"],
         frameskip=4,
         maxpool=True,  # over the last two frames, because sprites flicker ([DQN] Methods)
-        grayscale=not color,
-        img_height=420 if color else 84,
-        img_width=320 if color else 84,
-        stack_num=1 if color else args.frame_stack,
+        stack_num=args.frame_stack,  # of 84 x 84 pixels in gray
         noop_max=30,
         use_fire_reset=True,
         max_num_frames_per_episode=108_000,  # 30 minutes of play
         reward_clipping=False,  # Trap: True, the default, loses the score
-        episodic_life=False,  # Trap: True restarts the game at each lost life
         life_loss_info=True,  # a lost life terminates, but the game continues
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
@@ -176,7 +172,7 @@ class AtariEnvs:
         self.frames = info.get("episode_frame_number", 0)
         self.fire = np.full(self.num_envs, self.has_fire)
         self.video_folder = video_folder if self.args.capture_video else None
-        self.seed, self.video_actions = seed, []
+        self.video_frames = []
         return obs
 
     def step(self, actions: np.ndarray) -> tuple:
@@ -196,9 +192,9 @@ class AtariEnvs:
         if not self.args.episodic_life:
             terminations = terminations & episode_over
         if self.video_folder:
-            self.video_actions.append(self.executed_actions[:1])
+            self.video_frames.append(np.stack([obs[0, -1]] * 3, axis=-1))
             if episode_over[0]:
-                self.record_video()
+                self.save_video()
         self.episodes = {}
         next_obs = obs.copy() if episode_over.any() else obs
         for i in np.flatnonzero(episode_over):
@@ -207,18 +203,12 @@ class AtariEnvs:
             self.returns[i] = self.lengths[i] = 0
         return obs, next_obs, np.sign(rewards, dtype=np.float32), terminations, truncations, info
 
-    def record_video(self) -> None:
-        """Replay the first game in color from its seed and actions."""
-        from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
+    def save_video(self) -> None:
+        """Save the first game's first episode, as the agent sees it."""
+        from gymnasium.utils.save_video import save_video
 
-        self.video_folder.mkdir(parents=True, exist_ok=True)
-        envs = make_atari(self.args, 1, color=True)
-        frames, _ = envs.reset(seed=self.seed)
-        with FFMPEG_VideoWriter(f"{self.video_folder}/episode-0.mp4", (320, 420), fps=15) as video:
-            for action in self.video_actions:
-                video.write_frame(frames[0, 0])
-                frames, *_ = envs.step(action)
-        self.video_folder = None  # only the first episode is recorded
+        save_video(self.video_frames, str(self.video_folder), lambda _: True, fps=15)
+        self.video_folder = None
 
 
 def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
@@ -485,11 +475,11 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            options |= {"sync_tensorboard": True}
             try:
-                wandb.init(**options, sync_tensorboard=True, id=run_id)
+                wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **options)
             except wandb.errors.CommError:  # for example, that run was deleted
-                wandb.init(**options, sync_tensorboard=True)
+                wandb.init(**options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -545,15 +535,14 @@ class Run:
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            import huggingface_hub
+            from huggingface_hub import HfApi
 
-            api = huggingface_hub.HfApi()
             card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            repo = f"{args.hf_entity or api.whoami()['name']}/{name}"
-            api.create_repo(repo, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="checkpoint_*")
+            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
+            repo = HfApi().create_repo(name, exist_ok=True).repo_id
+            HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="check*")
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:

@@ -11,25 +11,20 @@ Each worker process acts for a few steps in its own environment, with a copy of 
 computes the gradient of an actor-critic loss, with n-step returns and an entropy bonus, and applies
 it to the shared model without a lock ("Hogwild"). Then it copies the shared model again.
 
-[A3C]   Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", arXiv:1602.01783
-[HOG]   Recht et al. 2011, "Hogwild: a lock-free approach to parallelizing stochastic gradient
-        descent", arXiv:1106.5730
-[ADAM]  Kingma, Ba 2015, "Adam: a method for stochastic optimization", arXiv:1412.6980
-[GAE]   Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
-        estimation", arXiv:1506.02438
-[TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", arXiv:1712.00378
+[A3C]   Mnih et al. 2016, arXiv:1602.01783     [HOG]  Recht et al. 2011, arXiv:1106.5730
+[ADAM]  Kingma, Ba 2015, arXiv:1412.6980       [TIME] Pardo et al. 2018, arXiv:1712.00378
 
-    symbol       variable        shape               meaning (t steps of a rollout, N = 1)
-    \theta       shared_model                        parameters that all workers update
-    \theta'      local_model                         a worker's copy
-    s_i          obs             (t, N, C, 105, 80)  one frame, or four with --no-lstm
-                 lstm_state      (N, 256) each       h and c of the LSTM
-    a_i          actions         (t, N)              sampled action
-    r_i          rewards         (t, N)              reward, clipped to its sign
-    \pi(a|s)     logits          (t, N, A)           before the softmax
-    V(s)         values          (t, N)              value estimate
-    R            returns         (t, N)              n-step return, [A3C] Alg. S3
-    \beta        ent_coef                            weight of the entropy H, [A3C] Sec. 4
+    symbol    variable      shape              meaning (t steps of a rollout, N = 1)
+    \theta    shared_model                     parameters that all workers update
+    \theta'   local_model                      a worker's copy
+    s_i       obs           (t, N, C, 105, 80) one frame, or four with --no-lstm
+              lstm_state    (N, 256) each      h and c of the LSTM
+    a_i       actions       (t, N)             sampled action
+    r_i       rewards       (t, N)             reward, clipped to its sign
+    \pi(a|s)  logits        (t, N, A)          before the softmax
+    V(s)      values        (t, N)             value estimate
+    R         returns       (t, N)             n-step return, [A3C] Alg. S3
+    \beta     ent_coef                         weight of the entropy H, [A3C] Sec. 4
 
 Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
   * Gradients are zeroed before each backward pass; pytorch-a3c on PyTorch 2 accumulates them.
@@ -38,10 +33,10 @@ Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
   * The squared value error has the weight 1/4, as in pytorch-a3c; in the paper 1.
   * Observations are normalized by their own mean and std; pytorch-a3c has running averages.
   * FIRE is pressed on the first step of each life, which the policy loss masks out.
-  * Truncated episodes bootstrap from the value of their final observation ([TIME]), whose newest
+  * Truncated episodes bootstrap from the value of their final observation [TIME], whose newest
     frame is stale in ale-py 0.12.1.
-  * Checkpoints reset the environments and reseed all generators: with one worker, resuming is
-    bit-exact. Several update in no fixed order.
+  * Checkpoints reset the environments and reseed all generators: resuming is bit-exact with one
+    worker. Several update in no fixed order.
 
     python a3c_atari.py --env-id PongDeterministic-v4  # writes runs/PongDeterministic-v4__...
     python a3c_atari.py --resume runs/...              # resumes an interrupted run
@@ -56,7 +51,6 @@ import os
 import random
 import re
 import shlex
-import signal
 import sys
 import threading
 import time
@@ -66,9 +60,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
-
-if __name__ == "__mp_main__":  # a worker, which imports for seconds: let Ctrl-C end it silently
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import gymnasium as gym
 import numpy as np
@@ -94,21 +85,15 @@ class Args:
     num_workers: int = 4  # processes that act and learn
     num_steps: int = 20  # t_max: steps of a worker between updates
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 1.0  # lambda of the lambda-return; 1: n-step returns, the paper's
     episodic_life: bool = False  # end the return at a lost life
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which includes a factor 1/2
     max_grad_norm: float = 50.0  # gradient clipping norm
     optimizer: Literal["adam", "rmsprop"] = "adam"  # Adam, or the paper's RMSprop
-    shared_optimizer: bool = True  # share the optimizer's state between workers
     learning_rate: float = 1e-4  # step size
     anneal_lr: bool = False  # anneal it linearly to zero
-    rmsprop_alpha: float = 0.99  # decay rate of RMSprop's average of squared gradients
-    rmsprop_eps: float = 1e-5  # added to that average
     lstm: bool = True  # one frame and an LSTM (--no-lstm: four frames and none)
-    crop: bool = True  # crop the screen to rows 34 to 194 (not for MsPacman)
     max_episode_length: int = 27_000  # steps after which an episode is truncated
-    greedy: bool = False  # evaluate the greedy policy instead of sampling actions
     log_interval: int = 100  # how often to log losses (in updates of worker 0)
 
     exp_name: str = Path(__file__).stem  # name of the experiment
@@ -129,20 +114,13 @@ class Args:
     evaluate: str | None = None  # evaluate this model or run folder
     eval_episodes: int = 10  # evaluation episodes
 
-    def check(self) -> None:
-        """Exit on values that would train something else than intended, or fail hours later."""
-        if self.num_workers * self.num_steps > self.checkpoint_interval:
-            sys.exit("error: --checkpoint-interval is below one rollout of each worker")
-        if min(self.num_workers, self.num_steps, self.total_timesteps, self.eval_episodes) < 1:
-            sys.exit("error: there must be workers, steps to train and episodes to evaluate")
 
-
-def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
+def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
     Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
     episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
-    holds the final one. `color` is for videos.
+    holds the final one.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -154,15 +132,13 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
         repeat_action_probability=spec.kwargs["repeat_action_probability"],
         frameskip=4,
         maxpool=True,  # over the last two frames, because sprites flicker
-        grayscale=not color,
-        img_height=420 if color else 105,
-        img_width=320 if color else 80,
-        stack_num=1 if color or args.lstm else 4,
+        img_height=105,
+        img_width=80,
+        stack_num=1 if args.lstm else 4,
         noop_max=30,
         use_fire_reset=True,
         max_num_frames_per_episode=4 * args.max_episode_length,
         reward_clipping=False,  # Trap: True, the default, loses the score
-        episodic_life=False,  # Trap: True restarts the game at each lost life
         life_loss_info=True,  # a lost life terminates, but the game continues
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
@@ -192,7 +168,7 @@ class AtariEnvs:
         self.frames = info.get("episode_frame_number", 0)
         self.fire = np.full(self.num_envs, self.has_fire)
         self.video_folder = video_folder if self.args.capture_video else None
-        self.seed, self.video_actions = seed, []
+        self.video_frames = []
         return obs
 
     def step(self, actions: np.ndarray) -> tuple:
@@ -212,9 +188,9 @@ class AtariEnvs:
         if not self.args.episodic_life:
             terminations = terminations & episode_over
         if self.video_folder:
-            self.video_actions.append(self.executed_actions[:1])
+            self.video_frames.append(np.stack([obs[0, -1]] * 3, axis=-1))
             if episode_over[0]:
-                self.record_video()
+                self.save_video()
         self.episodes = {}
         next_obs = obs.copy() if episode_over.any() else obs
         for i in np.flatnonzero(episode_over):
@@ -223,18 +199,12 @@ class AtariEnvs:
             self.returns[i] = self.lengths[i] = 0
         return obs, next_obs, np.sign(rewards, dtype=np.float32), terminations, truncations, info
 
-    def record_video(self) -> None:
-        """Replay the first game in color from its seed and actions."""
-        from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
+    def save_video(self) -> None:
+        """Save the first game's first episode, as the agent sees it."""
+        from gymnasium.utils.save_video import save_video
 
-        self.video_folder.mkdir(parents=True, exist_ok=True)
-        envs = make_atari(self.args, 1, color=True)
-        frames, _ = envs.reset(seed=self.seed)
-        with FFMPEG_VideoWriter(f"{self.video_folder}/episode-0.mp4", (320, 420), fps=15) as video:
-            for action in self.video_actions:
-                video.write_frame(frames[0, 0])
-                frames, *_ = envs.step(action)
-        self.video_folder = None  # only the first episode is recorded
+        save_video(self.video_frames, str(self.video_folder), lambda _: True, fps=15)
+        self.video_folder = None
 
 
 class Agent(nn.Module):
@@ -246,7 +216,7 @@ class Agent(nn.Module):
         for channels in (obs_shape[0], 32, 32, 32):
             layers += [nn.Conv2d(channels, 32, 3, stride=2, padding=1), nn.ELU(inplace=True)]
         layers += [nn.Flatten()] if args.lstm else [nn.Flatten(), nn.Linear(288, 256), nn.ELU()]
-        self.crop, self.trunk = args.crop, nn.Sequential(*layers)
+        self.trunk = nn.Sequential(*layers)
         self.lstm = nn.LSTM(288, 256) if args.lstm else None
         self.policy_head, self.value_head = nn.Linear(256, num_actions), nn.Linear(256, 1)
         for name, parameter in self.named_parameters():
@@ -264,9 +234,8 @@ class Agent(nn.Module):
 
     def features(self, obs: Tensor) -> Tensor:
         """Features (B, 288), or without an LSTM (B, 256), of observations (B, C, H, W) in uint8."""
-        if self.crop and obs.shape[2] == 105:
-            obs = obs[:, :, 17:97]  # rows 34 to 194 of 210, in Pong between the borders
-        frames = F.interpolate(obs.float(), (42, 42), mode="bilinear")
+        field = obs[:, :, 17:97]  # rows 34 to 194 of 210, in Pong between the borders
+        frames = F.interpolate(field.float(), (42, 42), mode="bilinear")
         std, mean = torch.std_mean(frames, dim=(1, 2, 3), keepdim=True)
         return self.trunk((frames - mean) / std.clamp(min=1))  # a blank screen's std is 0
 
@@ -284,15 +253,14 @@ class Agent(nn.Module):
         return self.policy_head(hidden), self.value_head(hidden).squeeze(-1), lstm_state
 
 
-def compute_returns(rewards, next_values, gamma: float, gae_lambda: float) -> Tensor:
-    r"""Returns (t, N) from rewards and values V(s_{i+1}), of which the last is the bootstrap.
+def compute_returns(rewards: Tensor, bootstrap: Tensor, gamma: float) -> Tensor:
+    r"""Returns (t, N) from rewards (t, N) and the bootstrap value (1, N).
 
-    R \leftarrow r_i + \gamma R ([A3C] Alg. S3). With \lambda < 1, R - V(s_i) is [GAE] Eq. (16).
+    R \leftarrow r_i + \gamma R, from the last step to the first: [A3C] Alg. S3.
     """
-    returns, R = torch.zeros_like(rewards), next_values[-1]
+    returns, R = torch.zeros_like(rewards), bootstrap[0]
     for i in reversed(range(len(rewards))):
-        R = rewards[i] + gamma * torch.lerp(next_values[i], R, gae_lambda)
-        returns[i] = R
+        returns[i] = R = rewards[i] + gamma * R
     return returns
 
 
@@ -305,8 +273,7 @@ def a3c_loss(agent: Agent, rollout: tuple, args: Args) -> tuple[Tensor, dict]:
     obs, actions, policy_mask, rewards, lstm_state, bootstrap = rollout
     logits, values, _ = agent(obs, lstm_state)
     policy = Categorical(logits=logits)
-    next_values = torch.cat([values.detach()[1:], bootstrap])
-    returns = compute_returns(rewards, next_values, args.gamma, args.gae_lambda)
+    returns = compute_returns(rewards, bootstrap, args.gamma)
     advantages = returns - values.detach()
     policy_loss = -(policy_mask * policy.log_prob(actions) * advantages).sum()
     entropy = (policy_mask * policy.entropy()).sum()
@@ -319,8 +286,8 @@ def a3c_loss(agent: Agent, rollout: tuple, args: Args) -> tuple[Tensor, dict]:
 class SharedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state exists from the start, so that processes can share it."""
 
-    def __init__(self, params, **defaults) -> None:
-        super().__init__(params, defaults)
+    def __init__(self, params, lr: float, **defaults) -> None:
+        super().__init__(params, {"lr": lr, **defaults})
         for group in self.param_groups:
             self.state.update((p, self.initial_state(p)) for p in group["params"])
 
@@ -379,21 +346,13 @@ class SharedRMSprop(SharedOptimizer):
         p.addcdiv_(grad, average.add_(group["eps"]).sqrt_(), value=-group["lr"])
 
 
-def make_optimizer(args: Args, params) -> SharedOptimizer:
-    if args.optimizer == "adam":
-        return SharedAdam(params, lr=args.learning_rate, betas=(0.9, 0.999), eps=1e-8)
-    settings = {"alpha": args.rmsprop_alpha, "eps": args.rmsprop_eps}
-    return SharedRMSprop(params, lr=args.learning_rate, **settings)
-
-
 def update(local_model: Agent, shared_model: Agent, optimizer, rollout: tuple, args) -> dict:
     """Apply the gradient with respect to theta' to theta. Returns metrics."""
     loss, metrics = a3c_loss(local_model, rollout, args)
     local_model.zero_grad()  # Trap: `optimizer.zero_grad()` zeroes the shared model's gradients
     loss.backward()
-    metrics["grad_norm"] = nn.utils.clip_grad_norm_(
-        local_model.parameters(), args.max_grad_norm, error_if_nonfinite=True
-    )
+    parameters, max_norm = local_model.parameters(), args.max_grad_norm
+    metrics["grad_norm"] = nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True)
     for shared, local in zip(shared_model.parameters(), local_model.parameters()):
         shared.grad = None if local.grad is None else local.grad.cpu()
     optimizer.step()
@@ -401,24 +360,24 @@ def update(local_model: Agent, shared_model: Agent, optimizer, rollout: tuple, a
 
 
 def actor_learner(
-    rank: int, args: Args, folder: Path, shared_model, optimizers, steps, barrier, messages
+    rank: int, args: Args, folder: Path, shared_model, optimizer, steps, start_steps, messages
 ) -> None:
-    """Worker `rank`, [A3C] Alg. S3. All workers share the model, the optimizers' state and the
-    numbers of `steps` that each has taken, without a lock ([HOG]).
+    """Worker `rank`, [A3C] Alg. S3. All workers share the model, the optimizer's state and the
+    numbers of `steps` that each has taken, without a lock ([HOG]). At each checkpoint they wait,
+    with a `start_steps` of -1, until `train` sets it to the global step.
     """
     prepare_worker(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, 1)
     local_model = copy.deepcopy(shared_model).to(device)
-    optimizer = optimizers[0 if args.shared_optimizer else rank]
     learning_rates = [group["lr"] for group in optimizer.param_groups]
 
     while True:
-        barrier.wait()  # until all workers have stopped
-        global_step = int(steps.sum())
+        while start_steps[rank] < 0:
+            time.sleep(0.001)
+        global_step = int(start_steps[rank])
         if global_step >= args.total_timesteps:
             return
-        barrier.wait()  # until `train` has saved a checkpoint
         seed = seed_everything(args.seed, global_step, 2 + rank)  # whether interrupted here or not
         videos = folder / "videos" / str(global_step) if rank == 0 else None
         current_obs = envs.reset(seed, videos)
@@ -463,36 +422,39 @@ def actor_learner(
                 scalars = {f"losses/{name}": metric.item() for name, metric in metrics.items()}
                 scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
                 messages.put((global_step, {}, scalars))
+        start_steps[rank] = -1
 
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Start the workers, log what they report, and save checkpoints while they wait."""
-    args.check()
+    if args.num_workers * args.num_steps > args.checkpoint_interval:
+        sys.exit("error: --checkpoint-interval is below one rollout of each worker")
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, 1)
     model = Agent(envs.obs_shape, envs.num_actions, args)
-    number = 1 if args.shared_optimizer else args.num_workers
-    optimizers = [make_optimizer(args, model.parameters()) for _ in range(number)]
+    if args.optimizer == "adam":
+        optimizer = SharedAdam(model.parameters(), args.learning_rate, betas=(0.9, 0.999), eps=1e-8)
+    else:
+        optimizer = SharedRMSprop(model.parameters(), args.learning_rate, alpha=0.99, eps=1e-5)
 
-    # Everything a checkpoint must hold
-    parts = {"agent": model} | {f"optimizer_{i}": x for i, x in enumerate(optimizers)}
-    settings = [optimizer.param_groups for optimizer in optimizers]
+    parts, groups = {"agent": model, "optimizer": optimizer}, optimizer.param_groups
     global_step = restore(parts, checkpoint) if checkpoint else 0
-    for optimizer, groups in zip(optimizers, settings):
-        optimizer.param_groups = groups  # the flags', not the checkpoint's
+    optimizer.param_groups = groups  # the flags', not the checkpoint's
     run = Run(args, folder, checkpoint, parts, args.total_timesteps)
 
     steps = torch.tensor([global_step] + [0] * (args.num_workers - 1)).share_memory_()
+    start_steps = torch.full_like(steps, -1).share_memory_()
     for part in parts.values():
         part.share_memory()
     # Trap: a forked worker would hang with two threads of PyTorch, and fail with CUDA
-    context = mp.get_context("spawn")
-    barrier, messages = context.Barrier(args.num_workers + 1), context.SimpleQueue()
-    worker_args = (args, folder, model, optimizers, steps, barrier, messages)
+    messages = mp.get_context("spawn").SimpleQueue()
+    worker_args = (args, folder, model, optimizer, steps, start_steps, messages)
     workers = mp.spawn(actor_learner, worker_args, args.num_workers, join=False, daemon=True)
 
-    while True:
-        while barrier.n_waiting < args.num_workers or not messages.empty():
+    while global_step < args.total_timesteps:
+        run.save_checkpoint(global_step)
+        start_steps.fill_(global_step)
+        while (start_steps >= 0).any() or not messages.empty():
             try:
                 workers.join(timeout=0.1)
             except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
@@ -502,14 +464,10 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 run.log_episodes(step, episodes)
                 run.log(step, scalars)
                 run.progress(step)
-        barrier.wait(timeout=60)  # they are there; one could be killed just now
         global_step = int(steps.sum())
         run.progress(global_step)
-        if global_step >= args.total_timesteps:
-            break
-        run.save_checkpoint(global_step)
-        barrier.wait(timeout=60)
 
+    start_steps.fill_(global_step)  # the workers end
     run.finish(global_step, "agent")
 
 
@@ -530,8 +488,8 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     lstm_state = agent.initial_state(args.eval_episodes)
     for _ in range(EVAL_STEPS):
         logits, _, lstm_state = agent(torch.from_numpy(obs[None]), lstm_state)
-        actions = logits.argmax(-1) if args.greedy else Categorical(logits=logits).sample()
-        obs, _, _, terminations, truncations, _ = envs.step(actions[0].numpy())
+        actions = Categorical(logits=logits[0]).sample().numpy()
+        obs, _, _, terminations, truncations, _ = envs.step(actions)
         going_on = torch.from_numpy(~(terminations | truncations))[:, None]
         lstm_state = [x * going_on for x in lstm_state]
         ended = envs.episodes | ended  # keeps the first episode of each environment
@@ -609,11 +567,11 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            options |= {"sync_tensorboard": True}
             try:
-                wandb.init(**options, sync_tensorboard=True, id=run_id)
+                wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **options)
             except wandb.errors.CommError:  # for example, that run was deleted
-                wandb.init(**options, sync_tensorboard=True)
+                wandb.init(**options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -669,15 +627,14 @@ class Run:
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            import huggingface_hub
+            from huggingface_hub import HfApi
 
-            api = huggingface_hub.HfApi()
             card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            repo = f"{args.hf_entity or api.whoami()['name']}/{name}"
-            api.create_repo(repo, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="checkpoint_*")
+            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
+            repo = HfApi().create_repo(name, exist_ok=True).repo_id
+            HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="check*")
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:

@@ -13,25 +13,20 @@ transitions in a replay buffer. Gradient steps on minibatches from there, drawn 
 Q(s, a) towards the reward plus the discounted value of the next observation, which an older copy
 of the network estimates.
 
-[DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
-[DDQN]  van Hasselt et al. 2016, "Deep reinforcement learning with double Q-learning",
-        arXiv:1509.06461
-[DUEL]  Wang et al. 2016, "Dueling network architectures for deep reinforcement learning",
-        arXiv:1511.06581
-[PER]   Schaul et al. 2016, "Prioritized experience replay", arXiv:1511.05952
-[RBW]   Hessel et al. 2018, "Rainbow: combining improvements in deep reinforcement learning",
-        arXiv:1710.02298
+[DQN]   Mnih et al. 2015, Nature 518                   [PER]  Schaul et al. 2016, arXiv:1511.05952
+[DDQN]  van Hasselt et al. 2016, arXiv:1509.06461      [RBW]  Hessel et al. 2018, arXiv:1710.02298
+[DUEL]  Wang et al. 2016, arXiv:1511.06581
 
-    symbol      variable          shape            meaning (N num_envs, n n_step, B batch_size)
-    s_t         obs               (N, 4, 84, 84)   the last frame_stack frames, uint8
-    Q(s, a)     q_network         (B, num_actions) action values
-    Q'(s, a)    target_network    (B, num_actions) the same with older parameters
-    R^(n)       returns           (B,)             n-step return, [RBW] "Multi-step learning"
-    \gamma^n    discounts         (B,)             discount of the bootstrap, 0 at termination
-    s_{t+n}     next_obs          (B, 4, 84, 84)   observation to bootstrap from
-    \delta_i    td_errors         (B,)             TD error, [PER] Alg. 1, line 11
-    p_i^\alpha  leaves            (buffer_size,)   p_i = |delta_i| + 1e-6, alpha = per_alpha
-    w_i         weights           (B,)             importance-sampling weight, [PER] Sec. 3.4
+    symbol     variable        shape             meaning (N num_envs, n n_step, B batch_size)
+    s_t        obs             (N, 4, 84, 84)    the last frame_stack frames, uint8
+    Q(s, a)    q_network       (B, num_actions)  action values
+    Q'(s, a)   target_network  (B, num_actions)  the same with older parameters
+    R^(n)      returns         (B,)              n-step return, [RBW] "Multi-step learning"
+    \gamma^n   discounts       (B,)              discount of the bootstrap, 0 at termination
+    s_{t+n}    next_obs        (B, 4, 84, 84)    observation to bootstrap from
+    \delta_i   td_errors       (B,)              TD error, [PER] Alg. 1, line 11
+    p_i^\alpha leaves          (buffer_size,)    p_i = |delta_i| + 1e-6, alpha = per_alpha
+    w_i        weights         (B,)              importance-sampling weight, [PER] Sec. 3.4
 
 Differences from common implementations and the papers (reasons: docs/dqn_per_atari.md):
   * The target network is copied every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 2,500).
@@ -41,9 +36,9 @@ Differences from common implementations and the papers (reasons: docs/dqn_per_at
   * A lost life terminates the return, not the episode; FIRE is pressed on a life's first step.
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
-    python dqn_per_atari.py --env-id PongNoFrameskip-v4  # writes runs/PongNoFrameskip-v4__...
-    python dqn_per_atari.py --resume runs/...            # resumes an interrupted run
-    python dqn_per_atari.py --evaluate runs/...          # evaluates a trained network
+    python dqn_per_atari.py --env-id ALE/Pong-v5  # writes runs/ALE-Pong-v5__...
+    python dqn_per_atari.py --resume runs/...     # resumes an interrupted run
+    python dqn_per_atari.py --evaluate runs/...   # evaluates a trained network
 """
 
 import contextlib
@@ -87,7 +82,6 @@ class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 with sticky actions
     total_timesteps: int = 10_000_000  # agent steps (four frames) of all environments
     num_envs: int = 8  # N: parallel environments
-    num_steps: int = 4  # steps per environment and iteration
     train_frequency: int = 4  # agent steps of all environments per gradient step
     target_network_frequency: int = 8_000  # agent steps between copies to target_network
     batch_size: int = 32  # B: transitions per minibatch
@@ -95,16 +89,14 @@ class Args:
     learning_starts: int = 16_384  # transitions stored before the first gradient step
     gamma: float = 0.99  # discount factor
     n_step: int = 1  # n: rewards summed before the bootstrap
-    double: bool = True  # select with q_network the action that target_network evaluates
+    double: bool = True  # double Q-learning, [DDQN]
     dueling: bool = True  # a value and an advantage stream in the network
-    prioritized: bool = True  # draw minibatches by priority, not uniformly
+    prioritized: bool = True  # draw minibatches by priority
     per_alpha: float = 0.6  # alpha: priority exponent
     per_beta: float = 0.4  # initial beta, annealed linearly to 1
     start_epsilon: float = 1.0  # initial probability of a random action
-    middle_epsilon: float = 0.1  # epsilon after --middle-fraction of the run
-    middle_fraction: float = 0.025
-    end_epsilon: float = 0.01  # epsilon after --end-fraction of the run
-    end_fraction: float = 0.5
+    end_epsilon: float = 0.01  # final probability of a random action
+    exploration_fraction: float = 0.025  # part of the run over which epsilon is annealed
     learning_rate: float = 1e-4  # Adam's step size
     adam_eps: float = 1e-8  # Adam's epsilon (Rainbow: 1.5e-4)
     max_grad_norm: float = 0.5  # gradient clipping norm
@@ -113,8 +105,7 @@ class Args:
     eval_epsilon: float = 0.01  # probability of a random action in evaluation
     bf16: bool = False  # compute in bfloat16 (faster on some CPUs, far slower on others)
     env_threads: int = 0  # emulator threads (0: one per core)
-    log_interval: int = 100  # iterations between logged losses
-    checkpoint_replay: bool = True  # without it, resuming starts with an empty replay buffer
+    log_interval: int = 400  # iterations between logged losses
 
     exp_name: str = Path(__file__).stem  # name of the experiment
     seed: int = 1  # seed of all generators
@@ -134,24 +125,13 @@ class Args:
     evaluate: str | None = None  # evaluate this model or run folder
     eval_episodes: int = 10  # evaluation episodes
 
-    def check(self) -> None:
-        """Exit on values that would silently train something else than intended."""
-        steps = self.num_envs * self.num_steps
-        if steps > min(self.checkpoint_interval, self.target_network_frequency):
-            sys.exit(f"error: an interval is below the {steps} steps of an iteration")
-        rows = max(self.learning_starts, self.num_envs * (self.frame_stack + self.n_step))
-        if rows > min(self.buffer_size, self.total_timesteps):
-            sys.exit(f"error: --buffer-size or --total-timesteps is below {rows}")
-        if min(self.n_step, self.eval_episodes) < 1 or self.middle_fraction > self.end_fraction:
-            sys.exit("error: --n-step or --eval-episodes is below 1, or epsilon's fractions fall")
 
-
-def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
+def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
     Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
     episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
-    holds the final one. With `color`, observations are video frames (N, 1, 420, 320, 3).
+    holds the final one.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -163,15 +143,11 @@ def make_atari(args: Args, num_envs: int, color: bool = False) -> VectorEnv:
         repeat_action_probability=spec.kwargs["repeat_action_probability"],
         frameskip=4,
         maxpool=True,  # over the last two frames, because sprites flicker ([DQN] Methods)
-        grayscale=not color,
-        img_height=420 if color else 84,
-        img_width=320 if color else 84,
-        stack_num=1 if color else args.frame_stack,
+        stack_num=args.frame_stack,  # of 84 x 84 pixels in gray
         noop_max=30,
         use_fire_reset=True,
         max_num_frames_per_episode=108_000,  # 30 minutes of play
         reward_clipping=False,  # Trap: True, the default, loses the score
-        episodic_life=False,  # Trap: True restarts the game at each lost life
         life_loss_info=True,  # a lost life terminates, but the game continues
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
@@ -201,7 +177,7 @@ class AtariEnvs:
         self.frames = info.get("episode_frame_number", 0)
         self.fire = np.full(self.num_envs, self.has_fire)
         self.video_folder = video_folder if self.args.capture_video else None
-        self.seed, self.video_actions = seed, []
+        self.video_frames = []
         return obs
 
     def step(self, actions: np.ndarray) -> tuple:
@@ -221,9 +197,9 @@ class AtariEnvs:
         if not self.args.episodic_life:
             terminations = terminations & episode_over
         if self.video_folder:
-            self.video_actions.append(self.executed_actions[:1])
+            self.video_frames.append(np.stack([obs[0, -1]] * 3, axis=-1))
             if episode_over[0]:
-                self.record_video()
+                self.save_video()
         self.episodes = {}
         next_obs = obs.copy() if episode_over.any() else obs
         for i in np.flatnonzero(episode_over):
@@ -232,18 +208,12 @@ class AtariEnvs:
             self.returns[i] = self.lengths[i] = 0
         return obs, next_obs, np.sign(rewards, dtype=np.float32), terminations, truncations, info
 
-    def record_video(self) -> None:
-        """Replay the first game in color from its seed and actions."""
-        from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
+    def save_video(self) -> None:
+        """Save the first game's first episode, as the agent sees it."""
+        from gymnasium.utils.save_video import save_video
 
-        self.video_folder.mkdir(parents=True, exist_ok=True)
-        envs = make_atari(self.args, 1, color=True)
-        frames, _ = envs.reset(seed=self.seed)
-        with FFMPEG_VideoWriter(f"{self.video_folder}/episode-0.mp4", (320, 420), fps=15) as video:
-            for action in self.video_actions:
-                video.write_frame(frames[0, 0])
-                frames, *_ = envs.step(action)
-        self.video_folder = None  # only the first episode is recorded
+        save_video(self.video_frames, str(self.video_folder), lambda _: True, fps=15)
+        self.video_folder = None
 
 
 class QNetwork(nn.Module):
@@ -367,7 +337,7 @@ class Replay:
         self.priorities = Priorities(args, rows)
         self.nodes = self.priorities.nodes
         self.count = 0  # rows ever written
-        self.settings = [args.num_envs, args.n_step, self.priorities.alpha]
+        self.settings = [rows, args.num_envs, args.n_step, self.priorities.alpha]
 
     def later(self, rows, steps):
         """The same environments' rows so many steps later."""
@@ -412,7 +382,7 @@ class Replay:
 
     def load_state_dict(self, state: dict) -> None:
         if state["settings"] != self.settings:
-            raise ValueError("a replay of another --num-envs, --n-step or --per-alpha")
+            sys.exit("error: the replay has another size, --num-envs, --n-step or --per-alpha")
         self.count, self.priorities.max_priority = state["count"], state["max_priority"]
         unpack(state["frames"], self.frames[: self.count])
         for name in self.ARRAYS:
@@ -448,54 +418,52 @@ def epsilon_greedy(q_network, obs, epsilon: float, device) -> np.ndarray:
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or from a checkpoint."""
-    args.check()
+    N = args.num_envs
+    rows = max(args.learning_starts, N * (args.frame_stack + args.n_step))
+    if rows > min(args.buffer_size, args.total_timesteps):
+        sys.exit(f"error: --buffer-size or --total-timesteps is below {rows}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     speed_up_cpu()
     seed_everything(args.seed, 0)
-    envs = AtariEnvs(args, args.num_envs)
+    envs = AtariEnvs(args, N)
     q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device)
     target_network = copy.deepcopy(q_network).requires_grad_(False)
     adam = {"lr": args.learning_rate, "eps": args.adam_eps}
     optimizer = torch.optim.Adam(q_network.parameters(), **adam, fused=True)
     replay = Replay(args, envs.envs.single_observation_space)
 
-    parts = {"agent": q_network, "target_network": target_network, "optimizer": optimizer}
-    if args.checkpoint_replay:
-        parts["replay"] = replay
+    parts = {"agent": q_network, "target_network": target_network}
+    parts |= {"optimizer": optimizer, "replay": replay}
     global_step = start = restore(parts, checkpoint) if checkpoint else 0
     for group in optimizer.param_groups:
         group.update(adam)  # flags given at a resume
-    iteration_steps = args.num_envs * args.num_steps
-    last_step = math.ceil(args.total_timesteps / iteration_steps) * iteration_steps
+    last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
     while global_step < last_step:
-        if global_step == start or global_step % args.checkpoint_interval < iteration_steps:
+        if global_step == start or global_step % args.checkpoint_interval < N:
             run.save_checkpoint(global_step)
             seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
             obs = envs.reset(seed, folder / "videos" / str(global_step))
         fraction = global_step / last_step
-        knots = [0, args.middle_fraction, args.end_fraction]
-        epsilons = [args.start_epsilon, args.middle_epsilon, args.end_epsilon]
-        epsilon = np.interp(fraction, knots, epsilons)
+        annealed = min(1, fraction / args.exploration_fraction)
+        epsilon = args.start_epsilon + (args.end_epsilon - args.start_epsilon) * annealed
         beta = args.per_beta + (1 - args.per_beta) * fraction
 
         # Act and store transitions: [DQN] Alg. 1
-        for _ in range(args.num_steps):
-            ages = envs.lengths.copy()
-            with autocast:
-                actions = epsilon_greedy(q_network, obs, epsilon, device)
-            new_obs, _, rewards, terminations, *_ = envs.step(actions)
-            replay.add(obs, envs.executed_actions, rewards, terminations, ages)
-            obs = new_obs
-            global_step += args.num_envs
-            run.log_episodes(global_step, envs.episodes)
+        ages = envs.lengths.copy()
+        with autocast:
+            actions = epsilon_greedy(q_network, obs, epsilon, device)
+        new_obs, _, rewards, terminations, *_ = envs.step(actions)
+        replay.add(obs, envs.executed_actions, rewards, terminations, ages)
+        obs = new_obs
+        global_step += N
+        run.log_episodes(global_step, envs.episodes)
 
         # Learn from minibatches: [PER] Alg. 1, lines 8 to 15
         learning = replay.count >= args.learning_starts and replay.nodes[1] > 0
-        due = global_step // args.train_frequency
-        due -= (global_step - iteration_steps) // args.train_frequency
+        due = global_step // args.train_frequency - (global_step - N) // args.train_frequency
         updates = []
         for _ in range(due if learning else 0):
             rows, batch = replay.sample(args.batch_size, beta)
@@ -508,7 +476,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             optimizer.step()
             replay.priorities.update(rows, td_errors.cpu().numpy())
             updates.append(metrics | {"grad_norm": norm})
-        if global_step % args.target_network_frequency < iteration_steps:
+        if global_step % args.target_network_frequency < N:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
         scalars = {"charts/epsilon": epsilon, "charts/per_beta": beta}
@@ -516,7 +484,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             scalars[f"losses/{name}"] = float(sum(m[name] for m in updates)) / len(updates)
         if not math.isfinite(sum(scalars.values())):
             raise FloatingPointError(f"the loss or its gradient is not finite at {global_step}")
-        if global_step // iteration_steps % args.log_interval == 0 or global_step == last_step:
+        if global_step // N % args.log_interval == 0 or global_step == last_step:
             run.log(global_step, scalars)
             run.progress(global_step)
 
@@ -532,14 +500,13 @@ EVAL_STEPS = 108_000  # where evaluation episodes are cut off
 
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     """Unclipped returns of `args.eval_episodes` episodes, over all lives."""
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, args.eval_episodes)
-    q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device).eval()
+    q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).eval()
     global_step = restore({"agent": q_network}, model)
     seed = seed_everything(args.seed, global_step, 1)
     obs, ended = envs.reset(seed, folder / "videos" / "evaluation"), {}
     for _ in range(EVAL_STEPS):
-        obs, *_ = envs.step(epsilon_greedy(q_network, obs, args.eval_epsilon, device))
+        obs, *_ = envs.step(epsilon_greedy(q_network, obs, args.eval_epsilon, "cpu"))
         ended = envs.episodes | ended  # keeps the first episode of each environment
         if len(ended) == args.eval_episodes:
             break
@@ -636,11 +603,11 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            options |= {"sync_tensorboard": True}
             try:
-                wandb.init(**options, sync_tensorboard=True, id=run_id)
+                wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **options)
             except wandb.errors.CommError:  # for example, that run was deleted
-                wandb.init(**options, sync_tensorboard=True)
+                wandb.init(**options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -696,15 +663,14 @@ class Run:
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            import huggingface_hub
+            from huggingface_hub import HfApi
 
-            api = huggingface_hub.HfApi()
             card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            repo = f"{args.hf_entity or api.whoami()['name']}/{name}"
-            api.create_repo(repo, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="checkpoint_*")
+            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
+            repo = HfApi().create_repo(name, exist_ok=True).repo_id
+            HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="check*")
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:

@@ -11,10 +11,9 @@ Each iteration collects steps from every environment, estimates advantages with 
 several epochs of minibatch gradient steps on a surrogate objective. Clipping its probability ratio
 to [1 - epsilon, 1 + epsilon] removes the incentive to move the policy further.
 
-[PPO]   Schulman et al. 2017, "Proximal policy optimization algorithms", arXiv:1707.06347
-[GAE]   Schulman et al. 2016, "High-dimensional continuous control using GAE", arXiv:1506.02438
-[TIME]  Pardo et al. 2018, "Time limits in reinforcement learning", arXiv:1712.00378
-[37]    Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
+[PPO]   Schulman et al. 2017, arXiv:1707.06347     [GAE]  Schulman et al. 2016, arXiv:1506.02438
+[TIME]  Pardo et al. 2018, arXiv:1712.00378        [37]   Huang et al. 2022, "The 37 implementation
+                                                          details of PPO", ICLR blog track
 
     symbol       variable    shape      meaning (T num_steps, N num_envs, B minibatch size)
     s_t          obs         (T, N, D)  normalized observation
@@ -113,6 +112,20 @@ class Args:
     eval_episodes: int = 10  # evaluation episodes
 
 
+def prepare_mujoco(args: Args) -> None:
+    """Render without a display, and print warnings (Trap: MuJoCo 4 writes them to a file)."""
+    if args.capture_video and sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")
+    if "mujoco" in str(gym.registry.get(args.env_id)):
+        try:
+            import mujoco
+
+            _ = args.capture_video and mujoco.GLContext(64, 64)
+        except Exception as error:
+            sys.exit(f"error: {error}; try another MUJOCO_GL: egl, osmesa, glfw")
+        mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
+
+
 def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
     """Make an environment with flat observations."""
     prepare_mujoco(args)
@@ -200,17 +213,15 @@ class Environments:
         self.returns += raw_rewards
         self.lengths += 1
         rewards, dones, self.episodes = self.scale(raw_rewards), terminations | truncations, {}
-        if not dones.any():
-            obs = self.normalize(raw_obs)
-            return obs, obs, rewards, terminations, truncations, info
-
-        self.episodes = {i: (self.returns[i], self.lengths[i]) for i in np.flatnonzero(dones)}
         final_obs = raw_obs.copy()
-        final_obs[dones] = np.stack(info["final_obs"][dones])
+        for i in np.flatnonzero(dones):
+            self.episodes[i] = (self.returns[i], self.lengths[i])
+            final_obs[i] = info["final_obs"][i]
         next_obs = self.normalize(final_obs)
         obs = next_obs.copy()
-        obs[dones] = self.normalize(raw_obs[dones])
-        self.discounted_returns[dones] = self.returns[dones] = self.lengths[dones] = 0
+        if self.episodes:
+            obs[dones] = self.normalize(raw_obs[dones])
+            self.discounted_returns[dones] = self.returns[dones] = self.lengths[dones] = 0
         return obs, next_obs, rewards, terminations, truncations, info
 
     def normalize(self, obs: np.ndarray) -> np.ndarray:
@@ -417,20 +428,6 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     return returns
 
 
-def prepare_mujoco(args: Args) -> None:
-    """Render without a display, and print warnings (Trap: MuJoCo 4 writes them to a file)."""
-    if args.capture_video and sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")
-    if "mujoco" in str(gym.registry.get(args.env_id)):
-        try:
-            import mujoco
-
-            _ = args.capture_video and mujoco.GLContext(64, 64)
-        except Exception as error:
-            sys.exit(f"error: {error}; try another MUJOCO_GL: egl, osmesa, glfw")
-        mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
-
-
 def seed_everything(*key: int) -> int:
     """Seed PyTorch and what environments may draw from. Returns the 31-bit seed."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
@@ -488,11 +485,11 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            options |= {"sync_tensorboard": True}
             try:
-                wandb.init(**options, sync_tensorboard=True, id=run_id)
+                wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **options)
             except wandb.errors.CommError:  # for example, that run was deleted
-                wandb.init(**options, sync_tensorboard=True)
+                wandb.init(**options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -548,15 +545,14 @@ class Run:
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            import huggingface_hub
+            from huggingface_hub import HfApi
 
-            api = huggingface_hub.HfApi()
             card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            repo = f"{args.hf_entity or api.whoami()['name']}/{name}"
-            api.create_repo(repo, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="checkpoint_*")
+            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
+            repo = HfApi().create_repo(name, exist_ok=True).repo_id
+            HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="check*")
 
 
 def accelerate(args: Args):
@@ -565,7 +561,7 @@ def accelerate(args: Args):
         torch._dynamo.config.trace_autograd_ops = True
     logging.getLogger("torch._dynamo.variables").setLevel(logging.ERROR)
     compiled_update = torch.compile(update, options={"fallback_random": True})  # draws as eagerly
-    calls, weights, noise = 0, [], None
+    weights, noise = [], []
 
     def fast_update(agent, optimizer, *inputs):
         for group in optimizer.param_groups:  # Trap: every new float would be compiled anew
@@ -573,20 +569,20 @@ def accelerate(args: Args):
         return compiled_update(agent, optimizer, *inputs)
 
     def fast_act(agent, obs, device):
-        nonlocal calls, weights, noise
-        t, calls = calls % args.num_steps, calls + 1
-        if t == 0:  # a new policy
-            weights = [x.detach().cpu().numpy() for x in (*agent.actor.parameters(), agent.log_std)]
-        hidden = np.tanh(obs @ weights[0].T + weights[1])
-        hidden = np.tanh(hidden @ weights[2].T + weights[3])
-        mean, std = hidden @ weights[4].T + weights[5], np.exp(weights[-1])
-        if t == 0:  # is this its distribution?
+        is_new = not noise  # a new policy
+        if is_new:
+            parameters = (agent.log_std, *agent.actor.parameters())
+            weights[:] = [x.detach().cpu().numpy() for x in parameters]
+        log_std, w1, b1, w2, b2, w3, b3 = weights
+        mean = np.tanh(np.tanh(obs @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
+        if is_new:  # is this its distribution?
             with torch.random.fork_rng(), torch.no_grad():
                 policy = agent.policy(torch.from_numpy(obs).to(device))
+            std = np.exp(log_std)
             expected = torch.cat([policy.mean, policy.stddev]).cpu().numpy()
             np.testing.assert_allclose([*mean, *(std + 0 * mean)], expected, atol=1e-4)
-            noise = torch.randn(args.num_steps, *mean.shape).numpy()
-        return mean + std * noise[t]
+            noise.extend(std * torch.randn(args.num_steps, *mean.shape).numpy())
+        return mean + noise.pop()
 
     def fallback(fast, plain):
         def call(*inputs):

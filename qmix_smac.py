@@ -699,11 +699,11 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            options |= {"sync_tensorboard": True}
             try:
-                wandb.init(**options, sync_tensorboard=True, id=run_id)
+                wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **options)
             except wandb.errors.CommError:  # for example, that run was deleted
-                wandb.init(**options, sync_tensorboard=True)
+                wandb.init(**options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -759,15 +759,14 @@ class Run:
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
-            import huggingface_hub
+            from huggingface_hub import HfApi
 
-            api = huggingface_hub.HfApi()
             card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            repo = f"{args.hf_entity or api.whoami()['name']}/{name}"
-            api.create_repo(repo, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="checkpoint_*")
+            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
+            repo = HfApi().create_repo(name, exist_ok=True).repo_id
+            HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="check*")
 
 
 def parse_args() -> tuple[Args, Path, dict | None]:
