@@ -105,20 +105,18 @@ def make_networks(args, dtype=torch.float64, seed=1, module=q):
 
 
 @quick
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-def test_the_mixer_follows_the_vectors(precision):
-    dtype = getattr(torch, precision)
+def test_the_mixer_follows_the_vectors():
     for case in cases("qmix", "qmix_mixer"):
-        inputs = {name: torch.tensor(x).to(dtype) for name, x in case["inputs"].items()}
+        inputs = {name: torch.tensor(x) for name, x in case["inputs"].items()}
         qvals, state = inputs.pop("qs").requires_grad_(), inputs.pop("states")
         embed_dim, width = len(inputs["hyper_b1.bias"]), len(inputs["hyper_w1.0.bias"])
         shape = SHAPE._replace(n_agents=qvals.shape[1], state_dim=state.shape[1])
-        mixer = q.QMixer(shape, embed_dim, width).to(dtype)
+        mixer = q.QMixer(shape, embed_dim, width).double()
         mixer.load_state_dict(inputs)
         q_tot = mixer(qvals, state)[:, 0]
         q_tot.sum().backward()
-        check(case, "q_tot", q_tot.detach(), precision)
-        check(case, "grad_qs", qvals.grad, precision)
+        check(case, "q_tot", q_tot.detach())
+        check(case, "grad_qs", qvals.grad)
 
 
 PLAIN_MIXERS = {"vdn": lambda qvals, state: sum(qvals.split(1, dim=-1))}
@@ -335,10 +333,8 @@ def test_training_is_the_optimizer_on_minibatches(finished, tmp_path, rate, opti
     q.seed_everything(args.seed, 0)
     networks, target_networks = (q.Networks(args, Shape(2, 3, 4, 3)) for _ in range(2))
     target_networks.load_state_dict(networks.state_dict())
-    if optimizer == "adam":
-        reference = torch.optim.Adam(networks.parameters())
-    else:
-        reference = torch.optim.RMSprop(networks.parameters(), alpha=0.99, eps=1e-5)
+    rmsprop = functools.partial(torch.optim.RMSprop, alpha=0.99, eps=1e-5)
+    reference = {"adam": torch.optim.Adam, "rmsprop": rmsprop}[optimizer](networks.parameters())
     for number, (steps, batch) in enumerate(seen.updates, 1):
         progress = 3 * (steps - 1) / 501 if args.anneal_lr else 0
         reference.param_groups[0]["lr"] = 5e-4 * (1 - progress)
@@ -350,20 +346,18 @@ def test_training_is_the_optimizer_on_minibatches(finished, tmp_path, rate, opti
         assert sum(x <= steps for x, _ in seen.updates) == expected, (steps, episodes)
     assert episodes > 3 * args.buffer_size and expected > 4 * args.target_update_interval
     model = load(max(seen.folder.glob("checkpoint_*.pt")))
-    for name, mine in (("networks", networks), ("target_networks", target_networks)):
-        for key, expected in mine.state_dict().items():
-            torch.testing.assert_close(model[name][key], expected, msg=key)
+    torch.testing.assert_close(model["networks"], networks.state_dict())
+    torch.testing.assert_close(model["target_networks"], target_networks.state_dict())
 
 
 def first_wins(seed, num_episodes):
-    """Victories of the first episodes: a quota for each of three games."""
-    wins = []
-    for i in range(3):
-        game = Game()
+    """Victories of the first episodes, of which three games have equal shares."""
+    games, wins = [Game() for _ in range(3)], []
+    for i, game in enumerate(games):
         game.reset(seed=seed + i)
-        for _ in range(i, num_episodes, 3):
-            wins.append(game.won)
-            game.reset()
+    for k in range(num_episodes):
+        wins.append(games[k % 3].won)
+        games[k % 3].reset()
     return sorted(wins)
 
 
@@ -462,37 +456,31 @@ def test_smax_depends_on_its_seed_and_is_compiled_once(smax):
         q.Smax("3n", 1)
 
 
-def test_battles_of_smax(smax):
+def test_battles_of_smax():
     """Rewards, ends, victories, scaling and restarts agree with the units' health."""
-    observations, _ = smax.reset(seed=3)
-    rng, returns, ends = np.random.default_rng(0), np.zeros(2), []
+    envs, rng, ends = Environments(Args(bootstrap_truncation=True), 2), np.random.default_rng(0), []
+    envs.reset(3)
     for _ in range(250):
-        obs, state, avail = (np.array(x) for x in observations)
-        units = smax.simulators[1].state
-        alive, features = np.array(units.unit_alive), state[:, :60].reshape(2, 6, 10)
-        assert np.abs(obs).max() <= 1 and state.min() >= 0 and state.max() <= 1
+        units, avail = envs.envs.simulators[1].state, envs.avail_actions
+        alive, features = np.array(units.unit_alive), envs.state[:, :60].reshape(2, 6, 10)
+        assert np.abs(envs.obs).max() <= 1 and envs.state.min() >= 0 and envs.state.max() <= 1
         assert np.allclose(features[..., 0], np.array(units.unit_health) / 45, atol=1e-6)
         places = np.array(units.unit_positions) / 32 * alive[..., None]
         assert np.allclose(features[..., 1:3], places, atol=1e-6)
-        assert np.allclose(obs[..., -10:], features[:, :3], atol=1e-6)
+        assert np.allclose(envs.obs[..., -10:], features[:, :3], atol=1e-6)
         assert (avail[~alive[:, :3]] == np.eye(8)[4]).all()  # the dead can only stop
         noise = (rng.random(avail.shape) * avail).argmax(axis=-1)
-        actions = np.where(rng.random((2, 3)) < 0.1, noise, attack(avail))
-        observations, rewards, terminations, truncations, info = smax.step(actions)
-        returns += rewards
-        won = info["final_info"]["won"]
-        health = np.stack([final[1][:60].reshape(6, 10)[:, 0] for final in info["final_obs"]])
-        allies, enemies = (health[:, :3] > 0).any(axis=1), (health[:, 3:] > 0).any(axis=1)
-        assert (terminations == ~(allies & enemies)).all() and not truncations.any()
-        assert (won == (allies & ~enemies)).all()
-        state = np.array(observations[1])
-        for i in np.flatnonzero(terminations):
-            ends.append(won[i])
-            assert (state[i, :60].reshape(6, 10)[:, 0] == 1).all() and (health[i] < 1).any()
-            assert returns[i] == pytest.approx(20, abs=1e-3) if won[i] else returns[i] < 10.001
-            returns[i] = 0
-        for i in np.flatnonzero(~terminations):
-            assert (state[i] == info["final_obs"][i][1]).all()
+        dones = envs.step(np.where(rng.random((2, 3)) < 0.1, noise, attack(avail)))
+        health = envs.state[:, :60].reshape(2, 6, 10)[..., 0]
+        assert (health[~dones, :3].any(axis=1) & health[~dones, 3:].any(axis=1)).all()
+        assert (health[dones] == 1).all()  # of the next battle
+        for i, episode in zip(np.flatnonzero(dones), envs.finished):
+            final, (episodic_return, _) = episode.state[-1, :60:10], envs.episodes[i]
+            assert not (final[:3].any() and final[3:].any()) and episode.terminations[-1] == 1
+            won = bool(final[:3].any())
+            assert envs.wins[i] == won
+            assert episodic_return == pytest.approx(20, 1e-4) if won else episodic_return < 10.001
+            ends.append(won)
     assert 0 < sum(ends) < len(ends)
 
 
@@ -546,10 +534,9 @@ class StarCraft2Env:
         self.steps += 1
         if actions[0] == 2:
             return 0, True, {}
-        won = actions[0] == 1 and self.steps == 3
-        limit = {"episode_limit": True} if self.steps == 5 else {}
-        self._episode_count += won or self.steps == 5
-        return 20.0 * won, won or self.steps == 5, {"battle_won": won, **limit}
+        won, late = actions[0] == 1 and self.steps == 3, self.steps == 5
+        self._episode_count += won or late
+        return 20.0 * won, won or late, {"battle_won": won, "episode_limit": late}
     def close(self):
         if self._episode_count:
             self.log("close")

@@ -7,7 +7,6 @@ import copy
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,11 +91,10 @@ def test_discrete_learns_cartpole(patched, tmp_path):
 def test_rpo_perturbs_the_mean_only_in_the_loss(patched):
     module = patched("ppo_continuous", "rpo")
     args, agent, obs = module.Args(rpo_alpha=0.3), module.Agent(3, 2), torch.randn(4000, 3)
-    mean = agent.actor(obs)
-    torch.testing.assert_close(agent.policy(obs).mean, mean)  # acting, evaluation
-    actions = agent.policy(obs).sample()
-    old_logprobs = agent.policy(obs).log_prob(actions).detach()
-    zeros = torch.zeros(4000)
+    mean, policy, zeros = agent.actor(obs), agent.policy(obs), torch.zeros(4000)
+    torch.testing.assert_close(policy.mean, mean)  # acting, evaluation
+    actions = policy.sample()
+    old_logprobs = policy.log_prob(actions).detach()
     minibatch = [obs, actions, old_logprobs, zeros, torch.randn(4000), zeros]
     torch.manual_seed(5)
     _, metrics = module.ppo_loss(agent, minibatch, args)
@@ -157,9 +155,9 @@ def test_lstm_update_sees_what_acting_saw(patched, tmp_path, monkeypatch):
 
 
 @quick
-def test_state_std_is_a_change_of_variables(patched):
-    agent = patched("ppo_continuous", "state_std").Agent(3, 2, -0.5).double()
-    obs = torch.randn(40, 3, dtype=torch.double)
+def test_state_std_is_a_change_of_variables_and_scales_actions(patched):
+    module = patched("ppo_continuous", "state_std")
+    agent, obs = module.Agent(3, 2, -0.5).double(), torch.randn(40, 3, dtype=torch.double)
     mean, log_std = agent.actor(obs).chunk(2, -1)
     assert log_std.std(0).min() > 0 and abs(log_std.mean() + 0.5) < 0.05
     policy = agent.policy(obs)
@@ -173,10 +171,6 @@ def test_state_std_is_a_change_of_variables(patched):
     entropy = -squashed.log_prob(squashed.sample((100_000,))).sum(-1).mean()
     assert abs(samples.entropy().mean() - entropy) < 0.02
 
-
-@quick
-def test_state_std_scales_actions(patched):
-    module = patched("ppo_continuous", "state_std")
     envs, executed = module.Environments(module.Args(env_id="Pendulum-v1"), 3), []
     envs.reset(1, None)
     step = envs.envs.step
@@ -191,33 +185,29 @@ def test_rnd_rewards_and_target(patched, tmp_path, monkeypatch):
     gae, error = module.compute_gae, module.Agent.prediction_error
 
     def recorded_error(agent, next_obs):
-        result = error(agent, next_obs)
         if next_obs.dim() == 3:
-            x = next_obs.clip(-5, 5)
-            plain = ((agent.predictor(x) - agent.target(x)) ** 2).mean(-1)
-            torch.testing.assert_close(result, plain)
-            calls.append(SimpleNamespace(raw=result, agent=copy.deepcopy(agent)))
-        return result
+            calls.append([copy.deepcopy(agent), next_obs])
+        return error(agent, next_obs)
 
     def recorded_gae(*inputs):
-        result = gae(*inputs)
         if inputs[-2] == 0.9:  # the intrinsic one
-            calls[-1].inputs = inputs
-        return result
+            calls[-1].append(inputs)
+        return gae(*inputs)
 
     monkeypatch.setattr(module.Agent, "prediction_error", recorded_error)
     monkeypatch.setattr(module, "compute_gae", recorded_gae)
     flags = SMALL | dict(int_gamma=0.9, num_steps=300, total_timesteps=1200)
     train(module, tmp_path / "run", **flags | dict(checkpoint_interval=1200))
     discounted, seen = np.zeros(2), []
-    for call in calls:
-        rewards, values, next_values, terminations, truncations, *_ = call.inputs
-        for t in range(300):
-            discounted = 0.9 * discounted + call.raw[t].numpy()
+    for agent, next_obs, (rewards, values, next_values, terminations, truncations, *_) in calls:
+        x = next_obs.clip(-5, 5)
+        errors = (agent.predictor(x) - agent.target(x)).detach().square().mean(-1)
+        for error in errors.numpy():
+            discounted = 0.9 * discounted + error
             seen.append(discounted)
-        torch.testing.assert_close(rewards, call.raw / float(np.std(seen)), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(rewards, errors / float(np.std(seen)), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(next_values[:-1], values[1:])
         assert not terminations.any() and not truncations.any()
-    first, second = (call.agent for call in calls)
+    (first, *_), (second, *_) = calls
     assert_same(dict(first.target.state_dict()), dict(second.target.state_dict()))
     assert not torch.equal(first.predictor[0].weight, second.predictor[0].weight)

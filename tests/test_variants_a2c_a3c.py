@@ -67,25 +67,24 @@ def test_run_resume_evaluate(variant, tmp_path, name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-def test_ppo_loss_and_gradient(variant, precision):
-    module, dtype = variant("ppo"), getattr(torch, precision)
+def test_ppo_loss_and_gradient(variant):
+    module = variant("ppo")
     for case in cases("ppo", "ppo_loss"):
         inputs = {name: torch.tensor(x) for name, x in case["inputs"].items()}
         flags = {name: x.item() for name, x in inputs.items() if x.dim() == 0}
-        trained = [inputs[x].to(dtype).requires_grad_() for x in ("logprobs", "entropy", "values")]
-        given = [x.to(dtype) for x in inputs.values() if x.dim()][3:]
+        trained = [inputs[name].requires_grad_() for name in ("logprobs", "entropy", "values")]
+        given = [x for x in inputs.values() if x.dim()][3:]
         policy = MagicMock()
         policy.log_prob.return_value, policy.entropy.return_value, values = trained
         minibatch = [torch.ones(1), None, torch.ones_like(values), *given]
         args = SimpleNamespace(bf16=False, **flags)
         loss, metrics = module.ppo_loss(lambda obs, x=(policy, values): x, minibatch, args)
         loss.backward()
-        check(case, "loss", loss.detach(), precision)
+        check(case, "loss", loss.detach())
         for name, x in zip(("logprobs", "entropy", "values"), trained):
-            check(case, f"grad_{name}", x.grad, precision)
+            check(case, f"grad_{name}", x.grad)
         for name in ("policy_loss", "value_loss", "old_approx_kl", "approx_kl", "clipfrac"):
-            check(case, name, metrics[name], precision)
+            check(case, name, metrics[name])
 
 
 def test_ppo_takes_each_step_once_in_every_epoch_and_begins_as_a2c(variant, tmp_path):

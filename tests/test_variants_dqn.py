@@ -37,8 +37,7 @@ def test_learns_and_resumes(variant, monkeypatch, tmp_path, name):
 
     monkeypatch.setattr(module, "AtariVectorEnv", Tiny)
     monkeypatch.setattr(module, "QNetwork", Small)
-    fields = module.Args.__annotations__
-    flags = {key: x for key, x in LEARNS.items() if key in fields}
+    flags = {flag: value for flag, value in LEARNS.items() if hasattr(module.Args, flag)}
     assert score(assert_resumes(module, tmp_path, **flags)) > 0.9 * Tiny.best  # half by chance
 
 
@@ -141,8 +140,7 @@ def test_pqn_returns_are_the_vectors(variant):
     for case in cases("qmix", "td_lambda_targets"):
         rewards, next_values, terminations, mask, gamma, td_lambda = case["inputs"].values()
         last = mask & ~np.concatenate([mask[1:], np.zeros_like(mask[:1])])
-        columns = rewards, next_values, terminations, last & ~terminations
-        columns = map(torch.from_numpy, columns)
+        columns = map(torch.from_numpy, (rewards, next_values, terminations, last & ~terminations))
         returns = variant("pqn").lambda_returns(*columns, gamma.item(), td_lambda.item())
         check(case, "targets", returns.where(torch.from_numpy(mask), 0), "float32")
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import assert_resumes, load, logged, train
+from conftest import assert_resumes, load, train
 from test_qmix_smac import SMALL, greedy, make_episodes, make_games, make_networks, to_batch, unroll
 
 quick = pytest.mark.quick
@@ -22,7 +22,6 @@ def test_run_resume_evaluate(patched, monkeypatch, tmp_path, name):
     whole = assert_resumes(module, tmp_path, **flags)
     before, after = (load(path)["networks"] for path in sorted(whole.glob("checkpoint_*.pt")))
     assert all(not x.equal(after[key]) for key, x in before.items() if "weight" in key)
-    assert all(np.isfinite(list(x.values())).all() for x in logged(whole).values())
 
 
 @pytest.mark.parametrize("mixer, best", [("qmix", 8), ("vdn", 7)])
