@@ -12,7 +12,7 @@ from vectors_reader import cases, check
 
 quick, ROWS = pytest.mark.quick, np.arange(8)
 LEARNS = SMALL | dict(total_timesteps=960, train_frequency=2, gamma=0.5, learning_rate=1e-3)
-LEARNS |= dict(buffer_size=900, target_network_frequency=80, end_fraction=0.8, eval_epsilon=0.0)
+LEARNS |= dict(buffer_size=900, target_network_frequency=80, exploration_fraction=0.8, eval_epsilon=0.0)
 LEARNS |= dict(checkpoint_interval=330, num_minibatches=2, update_epochs=4, dueling=True)
 
 
