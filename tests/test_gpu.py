@@ -23,12 +23,12 @@ REAL = torch.cuda.is_available()
 on_gpu = contextlib.nullcontext if REAL else fake_gpu.pretend
 
 # Runs of a few seconds with a checkpoint in the middle
-ATARI = dict(env_id="BreakoutNoFrameskip-v4", eval_episodes=1, torch_threads=1, num_steps=4)
+ATARI = dict(env_id="BreakoutNoFrameskip-v4", eval_episodes=1, torch_threads=1)
 ENVS = ATARI | dict(num_envs=2, total_timesteps=64, checkpoint_interval=32, env_threads=1)
 SMALL = {
     "ppo_continuous": dict(env_id="Pendulum-v1", num_envs=2, num_steps=64, num_minibatches=2)
     | dict(update_epochs=1, total_timesteps=768, checkpoint_interval=384, eval_episodes=2),
-    "a2c_atari": ENVS | dict(conv3_filters=4),
+    "a2c_atari": ENVS | dict(conv3_filters=4, num_steps=4),
     "a3c_atari": ATARI
     | dict(num_workers=1, total_timesteps=60, checkpoint_interval=30, max_episode_length=40),
     "dqn_per_atari": ENVS

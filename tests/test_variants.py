@@ -21,13 +21,8 @@ quick = pytest.mark.quick
 # Short runs, with flags of the variant. Checkpoints do not fall on multiples of the batch
 SMALL = dict(env_id="Pendulum-v1", num_envs=2, num_steps=64, num_minibatches=2, update_epochs=2)
 SMALL |= dict(total_timesteps=640, checkpoint_interval=300, eval_episodes=2, seed=3)
-PPO = {
-    "discrete": dict(env_id="CartPole-v1"),
-    "lstm": dict(sequence_length=16, num_observed=2),
-    "rnd": dict(),
-    "rpo": dict(),
-    "state_std": dict(ent_coef=0.01),
-}
+PPO = {"discrete": dict(env_id="CartPole-v1"), "lstm": dict(sequence_length=16, num_observed=2)}
+PPO |= {"rnd": {}, "rpo": {}, "state_std": dict(ent_coef=0.01)}
 
 
 # ----- Every script's variants -----
@@ -108,8 +103,7 @@ def test_rpo_perturbs_the_mean_only_in_the_loss(patched):
 def test_kl_penalty_rule_and_loss(patched):
     module = patched("ppo_continuous", "kl_penalty")
     for kl, beta in ((0.009, 2), (0.0101, 4), (0.0224, 4), (0.0226, 8), (0.015, 4)):
-        new = module.adapt_kl_coef(torch.tensor(4.0), torch.tensor(kl), 0.015)
-        assert new == beta, (kl, new)
+        assert module.adapt_kl_coef(torch.tensor(4.0), torch.tensor(kl), 0.015) == beta, kl
 
     agent, args = module.Agent(3, 2).double(), module.Args(norm_adv=False, vf_coef=0.0)
     agent.kl_coef.fill_(0.7)
@@ -134,14 +128,18 @@ def test_kl_penalty_trains_resumes_evaluates_and_adapts_its_coefficient(patched,
 
 
 def test_lstm_update_sees_what_acting_saw(patched, tmp_path, monkeypatch):
-    """Values and, in the first minibatch, ratios: states, episode starts and sequences agree."""
+    """Ratios are 1, values the rollout's: states, episode starts and sequences agree."""
     module, ratios, inner_starts = patched("ppo_continuous", "lstm"), [], 0
     ppo_loss, mlp = module.ppo_loss, module.mlp
 
     def recorded(agent, minibatch, args):
         nonlocal inner_starts
         obs, starts, states, _, _, values, *_ = minibatch
-        torch.testing.assert_close(agent.unroll(obs, starts, states[:, 0])[1], values)
+        policy, new_values = agent.unroll(obs, starts, states[:, 0])
+        torch.testing.assert_close(new_values, values)
+        actor = copy.deepcopy(agent)
+        actor.state = states[:, 0].unbind(1)
+        torch.testing.assert_close(actor.policy(obs[:, 0]).mean, policy.mean[:, 0])
         inner_starts += starts[:, 1:].sum()
         loss, metrics = ppo_loss(agent, minibatch, args)
         ratios.append(metrics["approx_kl"])
@@ -185,9 +183,10 @@ def test_rnd_rewards_and_target(patched, tmp_path, monkeypatch):
     gae, error = module.compute_gae, module.Agent.prediction_error
 
     def recorded_error(agent, next_obs):
+        result = error(agent, next_obs)
         if next_obs.dim() == 3:
-            calls.append([copy.deepcopy(agent), next_obs])
-        return error(agent, next_obs)
+            calls.append([copy.deepcopy(agent), next_obs, result])
+        return result
 
     def recorded_gae(*inputs):
         if inputs[-2] == 0.9:  # the intrinsic one
@@ -199,15 +198,16 @@ def test_rnd_rewards_and_target(patched, tmp_path, monkeypatch):
     flags = SMALL | dict(int_gamma=0.9, num_steps=300, total_timesteps=1200)
     train(module, tmp_path / "run", **flags | dict(checkpoint_interval=1200))
     discounted, seen = np.zeros(2), []
-    for agent, next_obs, (rewards, values, next_values, terminations, truncations, *_) in calls:
+    for agent, next_obs, result, (rewards, values, next_values, *ends, _, _) in calls:
         x = next_obs.clip(-5, 5)
         errors = (agent.predictor(x) - agent.target(x)).detach().square().mean(-1)
+        torch.testing.assert_close(result, errors)
         for error in errors.numpy():
             discounted = 0.9 * discounted + error
             seen.append(discounted)
         torch.testing.assert_close(rewards, errors / float(np.std(seen)), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(next_values[:-1], values[1:])
-        assert not terminations.any() and not truncations.any()
+        assert not any(mask.any() for mask in ends)
     (first, *_), (second, *_) = calls
     assert_same(dict(first.target.state_dict()), dict(second.target.state_dict()))
     assert not torch.equal(first.predictor[0].weight, second.predictor[0].weight)
