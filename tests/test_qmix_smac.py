@@ -21,7 +21,9 @@ from qmix_smac import Args, Environments, Episode, EpisodeReplay, Shape
 # Intervals that do not divide each other, and a replay buffer that overflows
 SMALL = dict(num_envs=3, total_timesteps=500, checkpoint_interval=200, batch_size=4, buffer_size=24)
 SMALL |= dict(log_interval=50, test_interval=170, test_nepisode=4, eval_episodes=4)
-SMALL |= dict(rnn_hidden_dim=8, epsilon_anneal_time=400, target_update_interval=7)
+SMALL |= dict(
+    rnn_hidden_dim=8, epsilon_anneal_time=400, target_update_interval=7, max_grad_norm=1.5
+)
 SHAPE = Shape(n_agents=3, n_actions=4, obs_dim=5, state_dim=6)
 quick = pytest.mark.quick
 
@@ -92,9 +94,9 @@ def to_batch(episodes):
     return replay.sample(len(episodes))
 
 
-def make_networks(args, dtype=torch.float64, seed=1, module=q):
+def make_networks(args, seed=1, module=q):
     """Networks and target networks with large random parameters."""
-    pair = nn.ModuleList(module.Networks(args, SHAPE).to(dtype) for _ in range(2))
+    pair = nn.ModuleList(module.Networks(args, SHAPE).double() for _ in range(2))
     torch.manual_seed(seed)
     for parameter in pair.parameters():
         parameter.data.normal_(0, 0.5)
@@ -184,7 +186,7 @@ def test_updates_are_pymarls_formulas(mixer, flags):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11, msg=name)
 
 
-# ----- Replay and acting -----
+# ----- Replay, acting, episodes -----
 
 
 @quick
@@ -223,11 +225,13 @@ def test_acting_computes_the_same_values_as_learning():
 
 @quick
 def test_each_agent_explores_for_itself_among_available_actions():
-    rng, last = np.random.default_rng(0), np.full((6000, 3), -1)
+    rng = np.random.default_rng(0)
     avail = (rng.random((6000, 3, 4)) < 0.5) | (np.arange(4) == 2)
-    obs = rng.normal(size=(6000, 3, 5)).astype(np.float32)
-    envs = types.SimpleNamespace(obs=obs, last_actions=last, avail_actions=avail)
-    agent = make_networks(Args(rnn_hidden_dim=8), torch.float32)[0].agent
+    envs = types.SimpleNamespace(obs=rng.normal(size=(6000, 3, 5)), avail_actions=avail)
+    envs.last_actions, agent = (
+        np.full((6000, 3), -1),
+        make_networks(Args(rnn_hidden_dim=8))[0].agent,
+    )
     hidden = agent.initial_hidden(6000)
     greedy, _ = q.select_actions(agent, envs, hidden)
     chance = 1 - 1 / avail.sum(axis=-1)  # a random action may be the greedy one
@@ -242,9 +246,6 @@ def test_each_agent_explores_for_itself_among_available_actions():
     shares = avail / avail.sum(axis=-1, keepdims=True)
     taken = np.bincount(actions.ravel(), minlength=4) / shares.sum(axis=(0, 1))
     assert np.allclose(taken, 1, atol=0.06), f"not uniform at epsilon 1: {taken}"
-
-
-# ----- Environments of one's own -----
 
 
 @quick
@@ -320,14 +321,13 @@ def spied(folder, **flags):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished run on games; not to be changed."""
-    return spied(tmp_path_factory.mktemp("finished") / "run", max_grad_norm=1.5)
+    return spied(tmp_path_factory.mktemp("finished") / "run")
 
 
 @pytest.mark.parametrize("rate, optimizer", [(1.0, "rmsprop"), (0.4, "adam")])
 def test_training_is_the_optimizer_on_minibatches(finished, tmp_path, rate, optimizer):
     """The replay is full early; updates and copies count episodes that were ever added."""
-    flags = dict(optimizer=optimizer, updates_per_episode=rate, max_grad_norm=1.5)
-    flags["anneal_lr"] = rate == 1
+    flags = dict(optimizer=optimizer, updates_per_episode=rate, anneal_lr=rate == 1)
     seen = finished if rate == 1 else spied(tmp_path / "run", **flags)
     args = Args(**SMALL | flags)
     q.seed_everything(args.seed, 0)
@@ -435,13 +435,8 @@ def attack(avail):
     return np.where(shoot, 5 + avail[..., 5:].argmax(axis=-1), np.where(avail[..., 1], 1, 4))
 
 
-@pytest.fixture(scope="module")
-def smax():
-    return q.Smax("3m", 2)
-
-
-def test_smax_depends_on_its_seed_and_is_compiled_once(smax):
-    traces = []
+def test_smax_depends_on_its_seed_and_is_compiled_once():
+    smax, traces = q.Smax("3m", 2), []
     for seed in (5, 5, 6):
         observations, states = smax.reset(seed=seed)[0], []
         for _ in range(20):
@@ -484,7 +479,8 @@ def test_battles_of_smax():
     assert 0 < sum(ends) < len(ends)
 
 
-def test_smax_draws_units_and_tells_truncation_from_termination(smax):
+def test_smax_draws_units_and_tells_truncation_from_termination():
+    smax = q.Smax("3m", 2)
     smax.reset(seed=1)
     colors = {tuple(color) for color in smax.render()[0].reshape(-1, 3).tolist()}
     assert colors == {(0, 0, 0), (80, 140, 255), (255, 90, 80)}
