@@ -227,11 +227,9 @@ def test_acting_computes_the_same_values_as_learning():
 def test_each_agent_explores_for_itself_among_available_actions():
     rng = np.random.default_rng(0)
     avail = (rng.random((6000, 3, 4)) < 0.5) | (np.arange(4) == 2)
-    envs = types.SimpleNamespace(obs=rng.normal(size=(6000, 3, 5)), avail_actions=avail)
-    envs.last_actions, agent = (
-        np.full((6000, 3), -1),
-        make_networks(Args(rnn_hidden_dim=8))[0].agent,
-    )
+    envs = types.SimpleNamespace(avail_actions=avail, last_actions=np.full((6000, 3), -1))
+    envs.obs = rng.normal(size=(6000, 3, 5))
+    agent = make_networks(Args(rnn_hidden_dim=8))[0].agent
     hidden = agent.initial_hidden(6000)
     greedy, _ = q.select_actions(agent, envs, hidden)
     chance = 1 - 1 / avail.sum(axis=-1)  # a random action may be the greedy one
