@@ -152,8 +152,7 @@ class AtariEnvs:
     """Parallel Atari games that press FIRE on the first step of each life.
 
     `fire` (N,) marks where the next step presses FIRE; `executed_actions` (N,) are the last step's.
-    `episodes` maps the environments whose episode the last step ended to its (return, length), of
-    all lives and unclipped.
+    `episodes` maps each environment whose episode just ended to its (unclipped return, length).
     """
 
     def __init__(self, args: Args, num_envs: int) -> None:
@@ -169,15 +168,15 @@ class AtariEnvs:
         """Reset the games. Returns observations (N, C, H, W)."""
         obs, info = self.envs.reset(seed=seed)
         self.returns, self.lengths = np.zeros((2, self.num_envs))
-        self.frames = info.get("episode_frame_number", 0)
+        self.counter = info.get("episode_frame_number", 0)
         self.fire = np.full(self.num_envs, self.has_fire)
         self.video_folder = video_folder if self.args.capture_video else None
         self.video_frames = []
         return obs
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Returns the observations to act on, the transitions' next ones (different at an episode's
-        end), rewards clipped to their sign, terminations, truncations, and info.
+        """Returns the observations to act on, those that the actions led to (different at an
+        episode's end), rewards clipped to their sign, terminations, truncations, and info.
         """
         # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
@@ -186,9 +185,10 @@ class AtariEnvs:
         self.lengths += 1
         dones = terminations | truncations
         self.fire = dones & self.has_fire
-        # Trap: a lost life terminates too; only a new episode sets back the frame counter
-        frames = info.get("episode_frame_number", 0)
-        episode_over, self.frames = dones & (frames <= self.frames), frames
+        # Trap: a lost life terminates too; only a new episode resets the frame counter
+        counter = info.get("episode_frame_number", 0)
+        episode_over = truncations | (terminations & (counter <= self.counter))
+        self.counter = counter
         if not self.args.episodic_life:
             terminations = terminations & episode_over
         if self.video_folder:
@@ -331,7 +331,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
-            seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
+            seed = seed_everything(args.seed, global_step)  # the same at a resume
             obs = envs.reset(seed, folder / "videos" / str(global_step))
         for group, setting in zip(optimizer.param_groups, settings):
             group.update(setting)  # the flags', not the checkpoint's

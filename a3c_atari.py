@@ -14,12 +14,12 @@ it to the shared model without a lock ("Hogwild"). Then it copies the shared mod
 [A3C]   Mnih et al. 2016, arXiv:1602.01783     [HOG]  Recht et al. 2011, arXiv:1106.5730
 [ADAM]  Kingma, Ba 2015, arXiv:1412.6980       [TIME] Pardo et al. 2018, arXiv:1712.00378
 
-    symbol    variable      shape              meaning (t steps of a rollout, N = 1)
+    symbol    variable      shape              meaning (t steps of a rollout, N = 1, A actions)
     \theta    shared_model                     parameters that all workers update
     \theta'   local_model                      a worker's copy
     s_i       obs           (t, N, C, 105, 80) one frame, or four with --no-lstm
               lstm_state    (N, 256) each      h and c of the LSTM
-    a_i       actions       (t, N)             sampled action
+    a_i       actions       (t, N)             action
     r_i       rewards       (t, N)             reward, clipped to its sign
     \pi(a|s)  logits        (t, N, A)          before the softmax
     V(s)      values        (t, N)             value estimate
@@ -30,13 +30,13 @@ Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
   * Gradients are zeroed before each backward pass; pytorch-a3c on PyTorch 2 accumulates them.
   * Network, crop, Adam, 20 steps and clipping are pytorch-a3c's. The paper has larger frames, two
     convolutions, 5 steps, and RMSprop with annealed learning rates, sampled from 1e-4 to 1e-2.
-  * The squared value error has the weight 1/4, as in pytorch-a3c; in the paper 1.
+  * The squared value error has the weight 1/4, as in pytorch-a3c; the paper's is 1.
   * Observations are normalized by their own mean and std; pytorch-a3c has running averages.
-  * FIRE is pressed on the first step of each life, which the policy loss masks out.
+  * FIRE is pressed on the first step of each life; policy loss and entropy mask it out.
   * Truncated episodes bootstrap from the value of their final observation [TIME], whose newest
     frame is stale in ale-py 0.12.1.
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact with one
-    worker. Several update in no fixed order.
+    worker. Several workers update in no fixed order.
 
     python a3c_atari.py --env-id PongDeterministic-v4  # writes runs/PongDeterministic-v4__...
     python a3c_atari.py --resume runs/...              # resumes an interrupted run
@@ -80,8 +80,8 @@ from tqdm import tqdm
 class Args:
     """Asynchronous advantage actor-critic on Atari."""
 
-    env_id: str = "PongDeterministic-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 (sticky actions)
-    total_timesteps: int = 10_000_000  # steps of all workers, four frames each
+    env_id: str = "PongDeterministic-v4"  # NameDeterministic-v4, or ALE/Name-v5 (sticky actions)
+    total_timesteps: int = 10_000_000  # steps of all workers (four frames)
     num_workers: int = 4  # processes that act and learn
     num_steps: int = 20  # t_max: steps of a worker between updates
     gamma: float = 0.99  # discount factor
@@ -118,13 +118,13 @@ class Args:
 def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
-    Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
-    episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
-    holds the final one.
+    Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
+    observation, and `info["final_obs"]` holds the last), discrete actions, and observations
+    (N, C, 105, 80) in uint8, which `Agent` crops. `AtariEnvs` clips rewards to their sign.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
-        sys.exit(f"error: {args.env_id} is neither NameNoFrameskip-v4 nor ALE/Name-v5")
+        sys.exit(f"error: {args.env_id} is neither NameDeterministic-v4 nor ALE/Name-v5")
     return AtariVectorEnv(
         game=spec.kwargs["game"],
         num_envs=num_envs,
@@ -148,8 +148,7 @@ class AtariEnvs:
     """Parallel Atari games that press FIRE on the first step of each life.
 
     `fire` (N,) marks where the next step presses FIRE; `executed_actions` (N,) are the last step's.
-    `episodes` maps the environments whose episode the last step ended to its (return, length), of
-    all lives and unclipped.
+    `episodes` maps each environment whose episode just ended to its (unclipped return, length).
     """
 
     def __init__(self, args: Args, num_envs: int) -> None:
@@ -165,15 +164,15 @@ class AtariEnvs:
         """Reset the games. Returns observations (N, C, H, W)."""
         obs, info = self.envs.reset(seed=seed)
         self.returns, self.lengths = np.zeros((2, self.num_envs))
-        self.frames = info.get("episode_frame_number", 0)
+        self.counter = info.get("episode_frame_number", 0)
         self.fire = np.full(self.num_envs, self.has_fire)
         self.video_folder = video_folder if self.args.capture_video else None
         self.video_frames = []
         return obs
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Returns the observations to act on, the transitions' next ones (different at an episode's
-        end), rewards clipped to their sign, terminations, truncations, and info.
+        """Returns the observations to act on, those that the actions led to (different at an
+        episode's end), rewards clipped to their sign, terminations, truncations, and info.
         """
         # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
@@ -182,9 +181,10 @@ class AtariEnvs:
         self.lengths += 1
         dones = terminations | truncations
         self.fire = dones & self.has_fire
-        # Trap: a lost life terminates too; only a new episode sets back the frame counter
-        frames = info.get("episode_frame_number", 0)
-        episode_over, self.frames = dones & (frames <= self.frames), frames
+        # Trap: a lost life terminates too; only a new episode resets the frame counter
+        counter = info.get("episode_frame_number", 0)
+        episode_over = truncations | (terminations & (counter <= self.counter))
+        self.counter = counter
         if not self.args.episodic_life:
             terminations = terminations & episode_over
         if self.video_folder:
@@ -264,7 +264,7 @@ def compute_returns(rewards: Tensor, bootstrap: Tensor, gamma: float) -> Tensor:
     return returns
 
 
-def a3c_loss(agent: Agent, rollout: tuple, args: Args) -> tuple[Tensor, dict]:
+def a3c_loss(agent: Agent, rollout: list, args: Args) -> tuple[Tensor, dict]:
     r"""The loss of a rollout, to be minimized, and metrics per step, all of shape ().
 
     \sum_i -\log\pi(a_i|s_i) (R - V(s_i)) - \beta H(\pi(s_i)) + c (R - V(s_i))^2 / 2, with R and the
@@ -311,7 +311,7 @@ class SharedAdam(SharedOptimizer):
     \theta = \theta - \alpha \hat m / (\sqrt{\hat v} + \epsilon)
 
     By Cauchy-Schwarz the quotient is below `bound`, 7.3 for betas (0.9, 0.999). But m may hold the
-    gradient of a worker that writes at the same time, and v not yet: an early step could be
+    gradient of a worker that writes at the same time while v does not yet: an early step could be
     thousands of times too long and destroy the model.
     """
 
@@ -324,7 +324,7 @@ class SharedAdam(SharedOptimizer):
         bound = (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
         t = int(step.add_(1))
         m.lerp_(grad, 1 - beta1)
-        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)  # Trap: lerp_ could make v negative
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
         quotient = m_hat.div_(v_hat.sqrt_().add_(group["eps"]))
         p.sub_(quotient.clamp_(-bound, bound), alpha=group["lr"])
@@ -346,7 +346,7 @@ class SharedRMSprop(SharedOptimizer):
         p.addcdiv_(grad, average.add_(group["eps"]).sqrt_(), value=-group["lr"])
 
 
-def update(local_model: Agent, shared_model: Agent, optimizer, rollout: tuple, args) -> dict:
+def update(local_model: Agent, shared_model: Agent, optimizer, rollout: list, args) -> dict:
     """Apply the gradient with respect to theta' to theta. Returns metrics."""
     loss, metrics = a3c_loss(local_model, rollout, args)
     local_model.zero_grad()  # Trap: `optimizer.zero_grad()` zeroes the shared model's gradients
@@ -363,8 +363,8 @@ def actor_learner(
     rank: int, args: Args, folder: Path, shared_model, optimizer, steps, start_steps, messages
 ) -> None:
     """Worker `rank`, [A3C] Alg. S3. All workers share the model, the optimizer's state and the
-    numbers of `steps` that each has taken, without a lock ([HOG]). At each checkpoint they wait,
-    with a `start_steps` of -1, until `train` sets it to the global step.
+    numbers of `steps` that each has taken, without a lock ([HOG]). At a checkpoint each sets its
+    `start_steps` to -1, and waits for `train` to set the global step.
     """
     prepare_worker(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -378,7 +378,7 @@ def actor_learner(
         global_step = int(start_steps[rank])
         if global_step >= args.total_timesteps:
             return
-        seed = seed_everything(args.seed, global_step, 2 + rank)  # whether interrupted here or not
+        seed = seed_everything(args.seed, global_step, 2 + rank)  # the same at a resume
         videos = folder / "videos" / str(global_step) if rank == 0 else None
         current_obs = envs.reset(seed, videos)
         lstm_state, updates = local_model.initial_state(1), 0
@@ -409,10 +409,9 @@ def actor_learner(
             if done:
                 lstm_state = local_model.initial_state(1)
 
-            # Gradients do not reach back before `first_state`
             steps[rank] += len(rollout)
             rollout = [torch.as_tensor(np.stack(x), device=device) for x in zip(*rollout)]
-            rollout += [first_state, bootstrap]
+            rollout += [first_state, bootstrap]  # gradients stop at first_state
             fraction = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
             for group, learning_rate in zip(optimizer.param_groups, learning_rates):
                 group["lr"] = learning_rate * fraction
@@ -427,11 +426,13 @@ def actor_learner(
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Start the workers, log what they report, and save checkpoints while they wait."""
-    if args.num_workers * args.num_steps > args.checkpoint_interval:
-        sys.exit("error: --checkpoint-interval is below one rollout of each worker")
+    if not 0 < args.num_workers * args.num_steps <= args.checkpoint_interval:
+        sys.exit("error: no workers, or --checkpoint-interval below one rollout of each")
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, 1)
     model = Agent(envs.obs_shape, envs.num_actions, args)
+    if list(model.buffers()):
+        sys.exit("error: workers do not share buffers")
     if args.optimizer == "adam":
         optimizer = SharedAdam(model.parameters(), args.learning_rate, betas=(0.9, 0.999), eps=1e-8)
     else:

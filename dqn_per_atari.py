@@ -9,7 +9,7 @@
 r"""Deep Q-network (DQN) on Atari: double, dueling, with prioritized replay.
 
 The agent acts epsilon-greedily on a network's estimate of the return, Q(s, a), and stores its
-transitions in a replay buffer. Gradient steps on minibatches from there, drawn by priority, move
+transitions in a replay buffer. Gradient steps on minibatches, drawn from it by priority, move
 Q(s, a) towards the reward plus the discounted value of the next observation, which an older copy
 of the network estimates.
 
@@ -60,7 +60,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-# Trap: by default OpenMP's threads spin while they wait, which on a loaded machine stops the others
+# Trap: by default OpenMP's threads spin while they wait, which slows a loaded machine tenfold
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import gymnasium as gym
@@ -98,12 +98,12 @@ class Args:
     end_epsilon: float = 0.01  # final probability of a random action
     exploration_fraction: float = 0.025  # part of the run over which epsilon is annealed
     learning_rate: float = 1e-4  # Adam's step size
-    adam_eps: float = 1e-8  # Adam's epsilon (Rainbow: 1.5e-4)
+    adam_eps: float = 1e-8  # Adam's epsilon
     max_grad_norm: float = 0.5  # gradient clipping norm
     frame_stack: int = 4  # frames per observation
     episodic_life: bool = True  # treat a lost life as the end of the return
-    eval_epsilon: float = 0.01  # probability of a random action in evaluation
-    bf16: bool = False  # compute in bfloat16 (faster on some CPUs, far slower on others)
+    eval_epsilon: float = 0.01  # epsilon of evaluation
+    bf16: bool = False  # bfloat16: faster on some CPUs, slower on others
     env_threads: int = 0  # emulator threads (0: one per core)
     log_interval: int = 400  # iterations between logged losses
 
@@ -129,9 +129,9 @@ class Args:
 def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
-    Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
-    episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
-    holds the final one.
+    Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
+    observation, and `info["final_obs"]` holds the last), discrete actions, and uint8 observations
+    (N, frame_stack, H, W): the last frames, zeros before the episode. Rewards are clipped.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -157,8 +157,7 @@ class AtariEnvs:
     """Parallel Atari games that press FIRE on the first step of each life.
 
     `fire` (N,) marks where the next step presses FIRE; `executed_actions` (N,) are the last step's.
-    `episodes` maps the environments whose episode the last step ended to its (return, length), of
-    all lives and unclipped.
+    `episodes` maps each environment whose episode just ended to its (unclipped return, length).
     """
 
     def __init__(self, args: Args, num_envs: int) -> None:
@@ -174,15 +173,15 @@ class AtariEnvs:
         """Reset the games. Returns observations (N, C, H, W)."""
         obs, info = self.envs.reset(seed=seed)
         self.returns, self.lengths = np.zeros((2, self.num_envs))
-        self.frames = info.get("episode_frame_number", 0)
+        self.counter = info.get("episode_frame_number", 0)
         self.fire = np.full(self.num_envs, self.has_fire)
         self.video_folder = video_folder if self.args.capture_video else None
         self.video_frames = []
         return obs
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Returns the observations to act on, the transitions' next ones (different at an episode's
-        end), rewards clipped to their sign, terminations, truncations, and info.
+        """Returns the observations to act on, those that the actions led to (different at an
+        episode's end), rewards clipped to their sign, terminations, truncations, and info.
         """
         # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
@@ -191,9 +190,10 @@ class AtariEnvs:
         self.lengths += 1
         dones = terminations | truncations
         self.fire = dones & self.has_fire
-        # Trap: a lost life terminates too; only a new episode sets back the frame counter
-        frames = info.get("episode_frame_number", 0)
-        episode_over, self.frames = dones & (frames <= self.frames), frames
+        # Trap: a lost life terminates too; only a new episode resets the frame counter
+        counter = info.get("episode_frame_number", 0)
+        episode_over = truncations | (terminations & (counter <= self.counter))
+        self.counter = counter
         if not self.args.episodic_life:
             terminations = terminations & episode_over
         if self.video_folder:
@@ -217,7 +217,7 @@ class AtariEnvs:
 
 
 class QNetwork(nn.Module):
-    """Q(s, a): the convolutions of [DQN] Methods, then the streams of [DUEL] or one layer."""
+    """Q(s, a): the network of [DQN] Methods, its last layer replaced by two streams if dueling."""
 
     def __init__(self, obs_shape: tuple[int, ...], num_actions: int, dueling: bool) -> None:
         super().__init__()
@@ -267,8 +267,8 @@ def n_step_returns(rewards, terminations, gamma: float):
 class Priorities:
     r"""Draws rows with probability P(i) = p_i^\alpha / \sum_k p_k^\alpha, [PER] Eq. (1).
 
-    Node k of a binary tree is the sum of nodes 2k and 2k + 1, so node 1 is that of all leaves,
-    which are p_i^\alpha, [PER] App. B.2.1.
+    Node j of a binary tree is the sum of nodes 2j and 2j + 1, so node 1 is the sum of all leaves
+    p_i^\alpha, [PER] App. B.2.1.
     """
 
     def __init__(self, args: Args, num_rows: int) -> None:
@@ -278,7 +278,7 @@ class Priorities:
         self.leaves = self.nodes[2**self.depth :][:num_rows]  # a view
 
     def set(self, rows, leaves) -> None:
-        """Set the leaves (K,) of rows (K,). Of duplicate rows, the last stays."""
+        """Set the leaves (K,) of rows (K,). Of duplicate rows, the last counts."""
         nodes = 2**self.depth + rows
         self.nodes[nodes] = leaves
         for _ in range(self.depth):
@@ -317,10 +317,10 @@ class Priorities:
 
 
 class Replay:
-    """A ring buffer. Each row is a step of an environment, whose next step is N rows on.
+    """A ring buffer. Each row is a step of an environment, whose next step is N rows later.
 
     Rows have priority 0, and are not drawn, if (1) a frame of their stack has been overwritten, (2)
-    their episode was truncated before s_{t+n}, or (3) s_{t+n} is still to come.
+    their episode was truncated by s_{t+n}, or (3) s_{t+n} is still to come.
     """
 
     ARRAYS = ("actions", "rewards", "terminations", "ages", "nodes")  # besides frames
@@ -340,7 +340,7 @@ class Replay:
         self.settings = [rows, args.num_envs, args.n_step, self.priorities.alpha]
 
     def later(self, rows, steps):
-        """The same environments' rows so many steps later."""
+        """The rows of the same environments `steps` steps later."""
         return (rows + steps * self.num_envs) % self.num_rows
 
     def add(self, obs, actions, rewards, terminations, ages) -> None:
@@ -351,7 +351,7 @@ class Replay:
         self.terminations[new], self.ages[new] = terminations, ages
         self.priorities.set(self.later(new, self.frame_stack - 1), 0)  # (1)
 
-        # s_t is the s_{t+n} (3) of the rows n steps ago, unless their episode has ended since (2)
+        # The rows n steps ago now have their s_{t+n} (3), unless they were truncated (2)
         rows, k = self.later(new, -self.n_step), np.arange(self.n_step)
         steps = self.later(rows[:, None], k)  # (N, n)
         same_episode = self.ages[steps] == self.ages[rows, None] + k
@@ -377,14 +377,14 @@ class Replay:
 
     def state_dict(self) -> dict:
         state = {name: torch.from_numpy(getattr(self, name)) for name in self.ARRAYS}
-        state |= {"frames": pack(self.frames[: self.count]), "settings": self.settings}
+        state |= {"frames": compress(self.frames[: self.count]), "settings": self.settings}
         return state | {"count": self.count, "max_priority": self.priorities.max_priority}
 
     def load_state_dict(self, state: dict) -> None:
         if state["settings"] != self.settings:
-            sys.exit("error: the replay has another size, --num-envs, --n-step or --per-alpha")
+            sys.exit("error: the checkpoint's replay has other flags (size, n, priorities, envs)")
         self.count, self.priorities.max_priority = state["count"], state["max_priority"]
-        unpack(state["frames"], self.frames[: self.count])
+        decompress(state["frames"], self.frames[: self.count])
         for name in self.ARRAYS:
             getattr(self, name)[:] = state[name]
 
@@ -409,7 +409,7 @@ def td_loss(q_network, target_network, batch: list[Tensor], args: Args) -> tuple
 
 @torch.no_grad()
 def epsilon_greedy(q_network, obs, epsilon: float, device) -> np.ndarray:
-    """Greedy actions (N,) for observations (N, ...), each random with probability epsilon."""
+    """Actions (N,) for obs (N, ...): random with probability epsilon, otherwise greedy."""
     q_values = q_network(torch.from_numpy(obs).to(device)).cpu()
     random_actions = torch.randint(q_values.shape[1], (len(obs),))
     explores = torch.rand(len(obs)) < epsilon
@@ -428,15 +428,15 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     envs = AtariEnvs(args, N)
     q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device)
     target_network = copy.deepcopy(q_network).requires_grad_(False)
-    adam = {"lr": args.learning_rate, "eps": args.adam_eps}
-    optimizer = torch.optim.Adam(q_network.parameters(), **adam, fused=True)
+    lr, eps = args.learning_rate, args.adam_eps
+    optimizer = torch.optim.Adam(q_network.parameters(), lr, eps=eps, fused=True)
     replay = Replay(args, envs.envs.single_observation_space)
 
     parts = {"agent": q_network, "target_network": target_network}
     parts |= {"optimizer": optimizer, "replay": replay}
+    groups = optimizer.param_groups
     global_step = start = restore(parts, checkpoint) if checkpoint else 0
-    for group in optimizer.param_groups:
-        group.update(adam)  # flags given at a resume
+    optimizer.param_groups = groups  # the flags', not the checkpoint's
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
@@ -444,7 +444,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
             run.save_checkpoint(global_step)
-            seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
+            seed = seed_everything(args.seed, global_step)  # the same at a resume
             obs = envs.reset(seed, folder / "videos" / str(global_step))
         fraction = global_step / last_step
         annealed = min(1, fraction / args.exploration_fraction)
@@ -462,10 +462,11 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         run.log_episodes(global_step, envs.episodes)
 
         # Learn from minibatches: [PER] Alg. 1, lines 8 to 15
-        learning = replay.count >= args.learning_starts and replay.nodes[1] > 0
         due = global_step // args.train_frequency - (global_step - N) // args.train_frequency
+        if replay.count < args.learning_starts or replay.nodes[1] == 0:
+            due = 0
         updates = []
-        for _ in range(due if learning else 0):
+        for _ in range(due):
             rows, batch = replay.sample(args.batch_size, beta)
             batch = [x.to(device) for x in batch]
             with autocast:
@@ -519,21 +520,21 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
 
 
 def check_memory(needed: int) -> None:
-    """Exit if the replay buffer will not fit once it is full."""
+    """Exit if the full replay buffer would not fit."""
     with contextlib.suppress(OSError):  # not Linux
         free = 1024 * int(Path("/proc/meminfo").read_text().split()[7])  # MemAvailable
         if needed > free:
             sys.exit(f"error: --buffer-size needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free")
 
 
-def pack(frames: np.ndarray) -> list[Tensor]:
-    """Compress frames (K, H, ...), each line of the screen on its own: it hardly changes."""
+def compress(frames: np.ndarray) -> list[Tensor]:
+    """Compress frames (K, H, ...) line by line, as lines hardly change."""
     with ThreadPoolExecutor(8) as pool:
         packed = pool.map(lambda line: zlib.compress(line.copy(), 1), frames.swapaxes(0, 1))
         return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
 
 
-def unpack(packed: list[Tensor], frames: np.ndarray) -> None:
+def decompress(packed: list[Tensor], frames: np.ndarray) -> None:
     for line, data in zip(frames.swapaxes(0, 1), packed):
         line[:] = np.frombuffer(zlib.decompress(data.numpy()), line.dtype).reshape(line.shape)
 

@@ -353,7 +353,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
-            seed = seed_everything(args.seed, global_step)  # whether interrupted here or not
+            seed = seed_everything(args.seed, global_step)  # the same at a resume
             current_obs = envs.reset(seed, folder / "videos" / str(global_step))
         for group, learning_rate in zip(optimizer.param_groups, learning_rates):
             group["lr"] = learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)

@@ -14,11 +14,10 @@ of the joint action, learned by Q-learning from the team's reward. The mixing we
 negative, so Q_tot is monotone in each agent's value, and the greedy joint action consists of the
 agents' greedy actions. Acting needs no mixer.
 
-[QMIX]  Rashid et al. 2018, "QMIX: monotonic value function factorisation for deep multi-agent
-        reinforcement learning", ICML, arXiv:1803.11485
-[DDQN]  van Hasselt et al. 2016, arXiv:1509.06461     [VDN]   Sunehag et al. 2018, arXiv:1706.05296
-[SMAX]  Rutherford et al. 2024, arXiv:2311.10090      [IQL]   Tan 1993, ICML
-[TRICK] Hu et al. 2021, arXiv:2102.03479              [PENG]  Peng, Williams 1996, Q(lambda)
+[QMIX]  Rashid et al. 2018, arXiv:1803.11485          [VDN]   Sunehag et al. 2018, arXiv:1706.05296
+[DDQN]  van Hasselt et al. 2016, arXiv:1509.06461     [IQL]   Tan 1993, ICML
+[SMAX]  Rutherford et al. 2024, arXiv:2311.10090      [PENG]  Peng, Williams 1996, Q(lambda)
+[TRICK] Hu et al. 2021, arXiv:2102.03479
 
     symbol   variable   shape            meaning (B episodes of up to T steps; see also Episode)
     Q_a      agent_qs   (T+1, B, n, A)   values of each agent's actions
@@ -536,7 +535,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
             run.save_checkpoint(global_step)
-            seed = seed_everything(args.seed, global_step)  # interrupted here or not
+            seed = seed_everything(args.seed, global_step)  # the same at a resume
             envs.reset(seed, folder / "videos" / str(global_step) if args.capture_video else None)
             hidden, metrics = networks.agent.initial_hidden(N), {}
         learning_rate = args.learning_rate * (1 - global_step / last_step * args.anneal_lr)
@@ -577,7 +576,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 hidden = networks.agent.initial_hidden(N)
         if global_step % args.log_interval < N or global_step >= last_step:
             run.log(global_step, {f"losses/{name}": value for name, value in metrics.items()})
-            run.log(global_step, {"charts/learning_rate": learning_rate, "charts/epsilon": epsilon})
+            scalars = {"learning_rate": learning_rate, "epsilon": epsilon}
+            scalars["updates"] = replay.num_updates
+            run.log(global_step, {f"charts/{name}": value for name, value in scalars.items()})
             run.progress(global_step)
 
     envs.envs.close()

@@ -25,6 +25,7 @@ from common import RESULTS, ROOT, SPEED, curves_name, read_events, read_table, v
 from provenance import provenance
 
 TAGS = ("charts/episodic_return", "eval/episodic_return", "eval/battle_won_rate", "charts/SPS")
+TAGS += ("charts/updates",)  # qmix_smac.py
 KEY = ["script", "env_id", "variant", "seed", "commit"]  # what makes a run, and a row of runs.csv
 
 
