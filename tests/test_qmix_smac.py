@@ -20,10 +20,8 @@ from qmix_smac import Args, Environments, Episode, EpisodeReplay, Shape
 
 # Intervals that do not divide each other, and a replay buffer that overflows
 SMALL = dict(num_envs=3, total_timesteps=500, checkpoint_interval=200, batch_size=4, buffer_size=24)
-SMALL |= dict(log_interval=50, test_interval=170, test_nepisode=4, eval_episodes=4)
-SMALL |= dict(
-    rnn_hidden_dim=8, epsilon_anneal_time=400, target_update_interval=7, max_grad_norm=1.5
-)
+SMALL |= dict(log_interval=50, test_interval=170, test_nepisode=4, rnn_hidden_dim=8)
+SMALL |= dict(epsilon_anneal_time=400, target_update_interval=7, max_grad_norm=1.5, eval_episodes=4)
 SHAPE = Shape(n_agents=3, n_actions=4, obs_dim=5, state_dim=6)
 quick = pytest.mark.quick
 
@@ -412,7 +410,7 @@ def test_what_would_go_wrong_is_refused(games, finished, monkeypatch, tmp_path, 
     with pytest.raises(SystemExit, match=r"error: [^\n]+$"):
         train(q, tmp_path / "wrong", **SMALL | dict(batch_size=25))
     assert not (tmp_path / "wrong").exists()
-    with pytest.raises((SystemExit, KeyError)):
+    with pytest.raises((SystemExit, KeyError), match="Adam"):
         resume(q, finished.folder, tmp_path / "other", optimizer="adam", total_timesteps=900)
     monkeypatch.setattr(Game, "payoffs", np.full((3, 3), np.inf))
     with pytest.raises(FloatingPointError):
