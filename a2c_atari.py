@@ -9,7 +9,7 @@ r"""Advantage actor-critic (A2C) on Atari: the synchronous, batched variant of A
 
 The policy acts for `num_steps` steps in all environments. An action's return is the discounted sum
 of the following rewards, bootstrapped with the value of the last observation. One gradient step
-makes actions more likely whose return exceeded the value, fits the values to the returns, and adds
+makes actions whose return exceeded the value more likely, fits the values to the returns, and adds
 an entropy bonus that encourages exploration.
 
 [A3C]   Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", arXiv:1602.01783
@@ -102,23 +102,23 @@ class Args:
     env_threads: int = 0  # emulator threads (0: one per core)
     log_interval: int = 100  # updates between logs of losses
 
-    exp_name: str = Path(__file__).stem  # name of the experiment
+    exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # use the GPU, if there is one
     torch_threads: int = 2  # PyTorch's CPU threads
     track: bool = False  # log to Weights & Biases
-    wandb_project_name: str = "deep-rl-reference"  # W&B project
-    wandb_entity: str | None = None  # W&B entity
+    wandb_project_name: str = "deep-rl-reference"
+    wandb_entity: str | None = None
     capture_video: bool = False  # record an episode after each checkpoint
-    save_model: bool = True  # save model.pt
-    upload_model: bool = False  # upload the model to the Hugging Face Hub
+    save_model: bool = True
+    upload_model: bool = False  # upload it to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 500_000  # steps between checkpoints
     run_folder: str | None = None  # start or resume the run in this folder
     resume: str | None = None  # resume the run in this folder
     evaluate: str | None = None  # evaluate this model or run folder
-    eval_episodes: int = 10  # evaluation episodes
+    eval_episodes: int = 10
 
 
 def make_atari(args: Args, num_envs: int) -> VectorEnv:
@@ -192,7 +192,7 @@ class AtariEnvs:
         if not self.args.episodic_life:
             terminations = terminations & episode_over
         if self.video_folder:
-            self.video_frames.append(np.stack([obs[0, -1]] * 3, axis=-1))
+            self.video_frames.append(obs[0, -1].copy())
             if episode_over[0]:
                 self.save_video()
         self.episodes = {}
@@ -207,7 +207,8 @@ class AtariEnvs:
         """Save the first game's first episode, as the agent sees it."""
         from gymnasium.utils.save_video import save_video
 
-        save_video(self.video_frames, str(self.video_folder), lambda _: True, fps=15)
+        frames = [np.stack([frame] * 3, axis=-1) for frame in self.video_frames]
+        save_video(frames, str(self.video_folder), lambda _: True, fps=15)
         self.video_folder = None
 
 
@@ -321,21 +322,23 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     rmsprop = torch.optim.RMSprop if args.torch_rmsprop else RMSprop
     flags = (args.learning_rate, args.rmsprop_alpha, args.rmsprop_eps)
     optimizer = rmsprop(agent.parameters(), *flags)
-    settings = [dict(group) for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    learning_rates = [group["lr"] for group in groups]
 
     parts = {"agent": agent, "optimizer": optimizer}  # everything a checkpoint must hold
-    global_step = start = restore(parts, checkpoint) if checkpoint else 0
+    global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, folder, checkpoint, parts, last_step)
+    optimizer.param_groups = groups  # the flags', not the checkpoint's
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
             seed = seed_everything(args.seed, global_step)  # the same at a resume
             obs = envs.reset(seed, folder / "videos" / str(global_step))
-        for group, setting in zip(optimizer.param_groups, settings):
-            group.update(setting)  # the flags', not the checkpoint's
-            group["lr"] *= 1 - global_step / last_step if args.anneal_lr else 1
+        fraction = 1 - global_step / last_step if args.anneal_lr else 1
+        for group, learning_rate in zip(groups, learning_rates):
+            group["lr"] = learning_rate * fraction
 
         # Collect T steps in each environment, keeping their graph: [A3C] Alg. S3, inner "repeat"
         logprobs, values, entropies = [], [], []
@@ -344,7 +347,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             for t in range(T):
                 policy, value = agent(torch.from_numpy(obs).to(device))
                 actions = policy.sample()
-                chosen = torch.from_numpy(~envs.fire).to(device)  # else FIRE is pressed instead
+                chosen = torch.from_numpy(~envs.fire).to(device)  # False where FIRE is pressed
                 logprobs.append(policy.log_prob(actions) * chosen)
                 values.append(value)
                 entropies.append(policy.entropy())
@@ -393,8 +396,8 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, args.eval_episodes)
     agent = Agent(envs.obs_shape, envs.num_actions, args.conv3_filters).to(device).eval()
-    global_step = restore({"agent": agent}, model)
-    seed = seed_everything(args.seed, global_step, 1)
+    agent.load_state_dict(model["agent"])
+    seed = seed_everything(args.seed, model["global_step"], 1)
     obs, ended = envs.reset(seed, folder / "videos" / "evaluation"), {}
     for _ in range(EVAL_STEPS):
         policy, _ = agent(torch.from_numpy(obs).to(device))
@@ -422,7 +425,7 @@ def seed_everything(*key: int) -> int:
     """Seed PyTorch and what environments may draw from. Returns the 31-bit seed."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)
     torch.manual_seed(seed)
     return seed
 
@@ -436,24 +439,20 @@ def write_file(path: Path, content: dict) -> None:
 def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
-        with contextlib.suppress(Exception):  # of many kinds, where a file is damaged
+        try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             if intact and checkpoint["script"] == SCRIPT:
                 return checkpoint
-        print(f"note: {file} is no intact checkpoint of {SCRIPT}.py")
+            reason = "damaged, or of another script"
+        except Exception as error:  # of many kinds
+            reason = error
+        print(f"note: {file} is no checkpoint of {SCRIPT}.py: {reason}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
-def restore(parts: dict, checkpoint: dict) -> int:
-    """Load the state of all parts. Returns the checkpoint's global step."""
-    for name, part in parts.items():
-        part.load_state_dict(checkpoint[name])
-    return checkpoint["global_step"]
-
-
 class Run:
-    """The run folder: logs, checkpoints, progress bar, result."""
+    """The run folder: logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
@@ -469,6 +468,8 @@ class Run:
             from fcntl import LOCK_EX, LOCK_NB, flock
 
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
+        for name, part in parts.items() if checkpoint else ():
+            part.load_state_dict(checkpoint[name])
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
@@ -490,7 +491,6 @@ class Run:
             self.writer.add_scalar(tag, value, global_step)
 
     def log_episodes(self, global_step: int, episodes: dict) -> None:
-        """Log the mean return and length of the episodes that a step ended."""
         if episodes:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
@@ -505,7 +505,6 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, names) -> dict:
-        """The named parts' state, and what identifies the run."""
         header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
         header["seconds"] = time.time() - self.started
         return header | {name: self.parts[name].state_dict() for name in names}
@@ -513,7 +512,7 @@ class Run:
     def save_checkpoint(self, global_step: int) -> None:
         """Write a checkpoint and keep the previous one."""
         if self.num_episodes == 0:
-            print("note: no episode ended between two checkpoints, which reset the environments")
+            print("note: no episode ended since the last checkpoint: raise --checkpoint-interval")
         self.num_episodes = 0
         self.writer.flush()
         checkpoint = self.pack(global_step, self.parts)
@@ -549,7 +548,8 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     """The arguments, the run folder, and the checkpoint to resume or evaluate."""
     args, checkpoint = tyro.cli(Args), None
     folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
-    if args.evaluate or args.resume or any(folder.glob("checkpoint_*.pt")):
+    resumes = args.run_folder and any(folder.glob("checkpoint_*.pt"))
+    if args.evaluate or args.resume or resumes:
         checkpoint = load_checkpoint(folder)
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
@@ -565,7 +565,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
 def main() -> None:
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
-        print("note: no CUDA device was found, so the CPU is used")
+        print("note: no CUDA device, so the CPU is used")
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     try:

@@ -8,8 +8,8 @@
 r"""Proximal policy optimization (PPO) for continuous control.
 
 Each iteration collects steps from every environment, estimates advantages with GAE, and takes
-several epochs of minibatch gradient steps on a surrogate objective. Clipping its probability ratio
-to [1 - epsilon, 1 + epsilon] removes the incentive to move the policy further.
+several epochs of minibatch gradient steps on a surrogate objective. Clipping the probability ratio
+to [1 - epsilon, 1 + epsilon] removes the incentive to move it out of that interval.
 
 [PPO]   Schulman et al. 2017, arXiv:1707.06347     [GAE]  Schulman et al. 2016, arXiv:1506.02438
 [TIME]  Pardo et al. 2018, arXiv:1712.00378        [37]   Huang et al. 2022, "The 37 implementation
@@ -17,7 +17,7 @@ to [1 - epsilon, 1 + epsilon] removes the incentive to move the policy further.
 
     symbol       variable    shape      meaning (T num_steps, N num_envs, B minibatch size)
     s_t          obs         (T, N, D)  normalized observation
-    s_{t+1}      next_obs    (T, N, D)  what it led to (at an episode's end, the final one)
+    s_{t+1}      next_obs    (T, N, D)  observation after a_t (at an episode's end, the last)
     a_t          actions     (T, N, A)  sampled action, before clipping to the action space
     r_t          rewards     (T, N)     scaled reward
     V(s_t)       values      (T, N)     estimated value
@@ -50,6 +50,7 @@ import re
 import shlex
 import sys
 import time
+import warnings
 import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -87,29 +88,33 @@ class Args:
     ent_coef: float = 0.0  # c2: weight of the entropy bonus
     target_kl: float | None = None  # stop updating above this KL
     learning_rate: float = 3e-4  # Adam's step size
-    anneal_lr: bool = True  # anneal it linearly to zero
+    anneal_lr: bool = True  # anneal the learning rate to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
     log_std_init: float = 0.0  # initial log std (HalfCheetah: better -1)
 
-    exp_name: str = Path(__file__).stem  # name of the experiment
+    exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = False  # use the GPU (slower)
     torch_threads: int = 1  # PyTorch's CPU threads
-    async_envs: bool = False  # environments in processes of their own
+    async_envs: bool = False  # one process per environment
     compile: bool = False  # about twice as fast; needs a C++ compiler
     track: bool = False  # log to Weights & Biases
-    wandb_project_name: str = "deep-rl-reference"  # W&B project
-    wandb_entity: str | None = None  # W&B entity
+    wandb_project_name: str = "deep-rl-reference"
+    wandb_entity: str | None = None
     capture_video: bool = False  # record an episode after each checkpoint
-    save_model: bool = True  # save model.pt
-    upload_model: bool = False  # upload the model to the Hugging Face Hub
+    save_model: bool = True
+    upload_model: bool = False  # upload it to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 100_000  # steps between checkpoints
     run_folder: str | None = None  # start or resume the run in this folder
     resume: str | None = None  # resume the run in this folder
     evaluate: str | None = None  # evaluate this model or run folder
-    eval_episodes: int = 10  # evaluation episodes
+    eval_episodes: int = 10
+
+
+os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
+warnings.filterwarnings("ignore", ".*out of date")  # -v4
 
 
 def prepare_mujoco(args: Args) -> None:
@@ -180,7 +185,7 @@ class RunningMeanStd:
 class Environments:
     """Parallel environments with normalized observations and scaled rewards.
 
-    `episodes` maps indices of environments to the return and length of episodes that just ended.
+    `episodes` maps environments whose episode just ended to its return and length.
     """
 
     def __init__(self, args: Args, num_envs: int, training: bool = True) -> None:
@@ -209,7 +214,8 @@ class Environments:
         episode ended), rewards, terminations, truncations, and info.
         """
         actions = actions.clip(self.action_space.low, self.action_space.high)
-        raw_obs, raw_rewards, terminations, truncations, info = self.envs.step(actions)
+        raw_obs, raw_rewards, *ends, info = self.envs.step(actions)
+        terminations, truncations = np.array(ends, bool)  # some simulators return integers
         self.returns += raw_rewards
         self.lengths += 1
         rewards, dones, self.episodes = self.scale(raw_rewards), terminations | truncations, {}
@@ -232,7 +238,7 @@ class Environments:
         return obs.clip(-10, 10).astype(np.float32)
 
     def scale(self, rewards: np.ndarray) -> np.ndarray:
-        """Divide rewards (N,) by the return's std: [37], continuous details 8, 9."""
+        """Scale rewards (N,) by the return's std, and clip: [37], continuous details 8, 9."""
         self.discounted_returns = self.args.gamma * self.discounted_returns + rewards
         if self.training:
             self.return_stats.update(self.discounted_returns)
@@ -256,12 +262,12 @@ class Agent(nn.Module):
         super().__init__()
         self.actor = mlp(obs_dim, action_dim, 0.01)  # Detail: mean actions are small at first
         self.critic = mlp(obs_dim, 1, 1.0)
-        self.log_std = nn.Parameter(torch.full((action_dim,), float(log_std_init)))
+        self.log_std = nn.Parameter(torch.full((action_dim,), log_std_init))
 
     def policy(self, obs: Tensor) -> Independent:
         """pi(.|s): a diagonal Gaussian, whose log-probabilities and entropies are (B,)."""
         gaussian = Normal(self.actor(obs), self.log_std.exp(), validate_args=False)
-        return Independent(gaussian, 1, validate_args=False)
+        return Independent(gaussian, 1)
 
     def value(self, obs: Tensor) -> Tensor:
         """V(s) (B,)."""
@@ -271,10 +277,10 @@ class Agent(nn.Module):
 def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda):
     r"""Generalized advantage estimates (T, N) from tensors (T, N).
 
-    \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, up to the episode's or the batch's end,
-    \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t), where V(s_{t+1}) is 0 after a termination
-    ([GAE] Eq. (16), [PPO] Eqs. (11), (12)) and else `next_values`, not the next row's value, which
-    after a truncation is of another episode [TIME].
+    \hat A_t = \sum_l (\gamma\lambda)^l \delta_{t+l}, up to the end of the episode or the batch
+    \delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)  ([GAE] Eq. (16), [PPO] Eqs. (11), (12))
+
+    V(s_{t+1}) is 0 after a termination, and `next_values` after a truncation [TIME].
     """
     delta = rewards + gamma * next_values * ~terminations - values
     decay = gamma * gae_lambda * (~(terminations | truncations)).to(delta)
@@ -284,7 +290,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     return advantages
 
 
-def ppo_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[Tensor, dict]:
+def ppo_loss(agent: Agent, minibatch: tuple, args: Args) -> tuple[Tensor, dict]:
     """The negative of [PPO] Eq. (9), to be minimized, and metrics, all of shape ()."""
     obs, actions, old_logprobs, old_values, advantages, returns = minibatch
     policy, values = agent.policy(obs), agent.value(obs)
@@ -306,15 +312,15 @@ def ppo_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[Tensor,
     entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-    metrics = {name: metric.detach() for name, metric in metrics.items()}
-    with torch.no_grad():  # two estimates of KL(old || new): http://joschu.net/blog/kl-approx.html
-        metrics["old_approx_kl"] = -logratio.mean()
-        metrics["approx_kl"] = (ratio - 1 - logratio).mean()
-        metrics["clipfrac"] = ((ratio - 1).abs() > args.clip_coef).float().mean()
-    return loss, metrics
+    logratio, ratio = logratio.detach(), ratio.detach()
+    # Two estimates of KL(old || new): http://joschu.net/blog/kl-approx.html
+    metrics["old_approx_kl"] = -logratio.mean()
+    metrics["approx_kl"] = (ratio - 1 - logratio).mean()
+    metrics["clipfrac"] = ((ratio - 1).abs() > args.clip_coef).float().mean()
+    return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, minibatch: list, args: Args) -> dict:
+def update(agent: Agent, optimizer: torch.optim.Optimizer, minibatch: tuple, args: Args) -> dict:
     """Take one gradient step on a minibatch. Returns metrics."""
     optimizer.zero_grad()
     loss, metrics = ppo_loss(agent, minibatch, args)
@@ -326,37 +332,40 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, minibatch: list, args
 
 @torch.inference_mode()
 def act(agent: Agent, obs: np.ndarray, device: torch.device) -> np.ndarray:
-    """Sample actions (N, A) for observations (N, D)."""
+    """Sample actions (N, A) for observations (N, D). With --compile, `fast_act` does it."""
     return agent.policy(torch.from_numpy(obs).to(device)).sample().cpu().numpy()
 
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
-    """Train from scratch or from a checkpoint. Raises FloatingPointError if it diverges."""
+    """Train from scratch or from a checkpoint."""
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches or batch_size > args.checkpoint_interval:
-        sys.exit(f"error: minibatches or checkpoint interval do not fit batches of {batch_size}")
+        sys.exit(f"error: {batch_size=} does not fit the minibatches or the checkpoint interval")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
     envs = Environments(args, args.num_envs)
     agent = Agent(envs.obs_dim, envs.action_dim, args.log_std_init).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    learning_rates = [group["lr"] for group in groups]
     act_fn, update_fn = accelerate(args) if args.compile else (act, update)
 
     # Everything a checkpoint must hold
     parts = {"agent": agent, "optimizer": optimizer, "obs_stats": envs.obs_stats}
     parts["return_stats"] = envs.return_stats
-    global_step = start = restore(parts, checkpoint) if checkpoint else 0
+    global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, folder, checkpoint, parts, last_step)
+    optimizer.param_groups = groups  # the flags', not the checkpoint's
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
             seed = seed_everything(args.seed, global_step)  # the same at a resume
             current_obs = envs.reset(seed, folder / "videos" / str(global_step))
-        for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-            group["lr"] = learning_rate * (1 - global_step / last_step if args.anneal_lr else 1)
+        fraction = 1 - global_step / last_step if args.anneal_lr else 1
+        for group, learning_rate in zip(groups, learning_rates):
+            group["lr"] = learning_rate * fraction
 
         # Collect T steps in each environment: [PPO] Alg. 1, line 3
         steps = []
@@ -383,16 +392,18 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         for _ in range(args.update_epochs):
             order = torch.randperm(batch_size, device=device)
             shuffled = [x.flatten(0, 1)[order].chunk(args.num_minibatches) for x in batch]
-            epoch = [update_fn(agent, optimizer, minibatch, args) for minibatch in zip(*shuffled)]
+            epoch = []
+            for minibatch in zip(*shuffled):
+                epoch.append(update_fn(agent, optimizer, minibatch, args))
             metrics = {name: float(sum(m[name] for m in epoch)) / len(epoch) for name in epoch[0]}
             if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
                 break
 
         if not math.isfinite(metrics["grad_norm"]):
-            raise FloatingPointError(f"infinite gradient at step {global_step}")
+            raise FloatingPointError(f"the gradient is not finite at step {global_step}")
         metrics["explained_variance"] = 1 - (returns - values).var() / returns.var()
         run.log(global_step, {f"losses/{name}": value for name, value in metrics.items()})
-        run.log(global_step, {"charts/learning_rate": group["lr"]})
+        run.log(global_step, {"charts/learning_rate": groups[0]["lr"]})
         run.progress(global_step)
 
     envs.envs.close()
@@ -403,8 +414,6 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 
 SCRIPT = "ppo_continuous"
 EVAL_STEPS = 100_000  # where evaluation episodes are cut off
-os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
-gym.logger.min_level = gym.logger.ERROR
 
 
 @torch.no_grad()
@@ -412,8 +421,9 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     """Returns of `args.eval_episodes` episodes with the policy's mode and frozen statistics."""
     envs = Environments(args, args.eval_episodes, training=False)
     agent = Agent(envs.obs_dim, envs.action_dim).eval()
-    global_step = restore({"agent": agent, "obs_stats": envs.obs_stats}, model)
-    seed, ended = seed_everything(args.seed, global_step, 1), {}
+    agent.load_state_dict(model["agent"])
+    envs.obs_stats.load_state_dict(model["obs_stats"])
+    seed, ended = seed_everything(args.seed, model["global_step"], 1), {}
     obs = envs.reset(seed, folder / "videos" / "evaluation")
     for _ in range(EVAL_STEPS):
         obs, *_ = envs.step(agent.policy(torch.from_numpy(obs)).mode.numpy())
@@ -432,7 +442,7 @@ def seed_everything(*key: int) -> int:
     """Seed PyTorch and what environments may draw from. Returns the 31-bit seed."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)
     torch.manual_seed(seed)
     return seed
 
@@ -446,24 +456,20 @@ def write_file(path: Path, content: dict) -> None:
 def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
-        with contextlib.suppress(Exception):  # of many kinds, where a file is damaged
+        try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             if intact and checkpoint["script"] == SCRIPT:
                 return checkpoint
-        print(f"note: {file} is no intact checkpoint of {SCRIPT}.py")
+            reason = "damaged, or of another script"
+        except Exception as error:  # of many kinds
+            reason = error
+        print(f"note: {file} is no checkpoint of {SCRIPT}.py: {reason}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
-def restore(parts: dict, checkpoint: dict) -> int:
-    """Load the state of all parts. Returns the checkpoint's global step."""
-    for name, part in parts.items():
-        part.load_state_dict(checkpoint[name])
-    return checkpoint["global_step"]
-
-
 class Run:
-    """The run folder: logs, checkpoints, progress bar, result."""
+    """The run folder: logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
@@ -479,6 +485,8 @@ class Run:
             from fcntl import LOCK_EX, LOCK_NB, flock
 
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
+        for name, part in parts.items() if checkpoint else ():
+            part.load_state_dict(checkpoint[name])
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
@@ -500,7 +508,6 @@ class Run:
             self.writer.add_scalar(tag, value, global_step)
 
     def log_episodes(self, global_step: int, episodes: dict) -> None:
-        """Log the mean return and length of the episodes that a step ended."""
         if episodes:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
@@ -515,7 +522,6 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, names) -> dict:
-        """The named parts' state, and what identifies the run."""
         header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
         header["seconds"] = time.time() - self.started
         return header | {name: self.parts[name].state_dict() for name in names}
@@ -523,7 +529,7 @@ class Run:
     def save_checkpoint(self, global_step: int) -> None:
         """Write a checkpoint and keep the previous one."""
         if self.num_episodes == 0:
-            print("note: no episode ended between two checkpoints, which reset the environments")
+            print("note: no episode ended since the last checkpoint: raise --checkpoint-interval")
         self.num_episodes = 0
         self.writer.flush()
         checkpoint = self.pack(global_step, self.parts)
@@ -557,32 +563,34 @@ class Run:
 
 def accelerate(args: Args):
     """--compile: `act` in numpy and `update` compiled. Where that fails, a note says why."""
-    with contextlib.suppress(AttributeError):  # new versions compile `backward` as well
+    with contextlib.suppress(AttributeError):  # new versions also compile backward()
         torch._dynamo.config.trace_autograd_ops = True
     logging.getLogger("torch._dynamo.variables").setLevel(logging.ERROR)
     compiled_update = torch.compile(update, options={"fallback_random": True})  # draws as eagerly
     weights, noise = [], []
 
     def fast_update(agent, optimizer, *inputs):
+        noise.clear()  # the policy changes
         for group in optimizer.param_groups:  # Trap: every new float would be compiled anew
             group["lr"], group["fused"] = torch.as_tensor(group["lr"]), False
         return compiled_update(agent, optimizer, *inputs)
 
+    def mean(obs):
+        w1, b1, w2, b2, w3, b3 = weights
+        return np.tanh(np.tanh(obs @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
+
     def fast_act(agent, obs, device):
-        is_new = not noise  # a new policy
-        if is_new:
-            parameters = (agent.log_std, *agent.actor.parameters())
-            weights[:] = [x.detach().cpu().numpy() for x in parameters]
-        log_std, w1, b1, w2, b2, w3, b3 = weights
-        mean = np.tanh(np.tanh(obs @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
-        if is_new:  # is this its distribution?
-            with torch.random.fork_rng(), torch.no_grad():
-                policy = agent.policy(torch.from_numpy(obs).to(device))
-            std = np.exp(log_std)
-            expected = torch.cat([policy.mean, policy.stddev]).cpu().numpy()
-            np.testing.assert_allclose([*mean, *(std + 0 * mean)], expected, atol=1e-4)
-            noise.extend(std * torch.randn(args.num_steps, *mean.shape).numpy())
-        return mean + noise.pop()
+        if not noise:  # compare a new policy on random observations
+            weights[:] = [x.detach().cpu().numpy() for x in agent.actor.parameters()]
+            std = agent.log_std.detach().exp().cpu().numpy()
+            with torch.random.fork_rng([device] if args.cuda else []), torch.no_grad():
+                probe = 3 * torch.randn(100, obs.shape[1])
+                policy = agent.policy(probe.to(device))
+            assert type(policy.base_dist) is Normal, "the policy is not Gaussian"
+            np.testing.assert_allclose(policy.mean.cpu(), mean(probe.numpy()), 1e-3, 1e-4)
+            np.testing.assert_allclose(policy.stddev.cpu(), [std] * 100, 1e-3)
+            noise.extend(std * torch.randn(args.num_steps, len(obs), len(std)).numpy())
+        return mean(obs) + noise.pop()
 
     def fallback(fast, plain):
         def call(*inputs):
@@ -591,7 +599,7 @@ def accelerate(args: Args):
                 try:
                     return fast(*inputs)
                 except Exception as error:
-                    print(f"note: {plain.__name__}() is not compiled: {str(error)[:100]!r}")
+                    print(f"note: {plain.__name__}() is not accelerated: {str(error)[:100]!r}")
                     fast = None
             return plain(*inputs)
 
@@ -604,7 +612,8 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     """The arguments, the run folder, and the checkpoint to resume or evaluate."""
     args, checkpoint = tyro.cli(Args), None
     folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
-    if args.evaluate or args.resume or any(folder.glob("checkpoint_*.pt")):
+    resumes = args.run_folder and any(folder.glob("checkpoint_*.pt"))
+    if args.evaluate or args.resume or resumes:
         checkpoint = load_checkpoint(folder)
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
@@ -620,7 +629,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
 def main() -> None:
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
-        print("note: no CUDA device was found, so the CPU is used")
+        print("note: no CUDA device, so the CPU is used")
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     try:

@@ -108,23 +108,23 @@ class Args:
     test_nepisode: int = 32  # greedy episodes of a test
     log_interval: int = 2_000  # steps between logs of losses
 
-    exp_name: str = Path(__file__).stem  # name of the experiment
+    exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = False  # use the GPU; SMAX stays on the CPU
     torch_threads: int = 1  # PyTorch's CPU threads
     track: bool = False  # log to Weights & Biases
-    wandb_project_name: str = "deep-rl-reference"  # W&B project
-    wandb_entity: str | None = None  # W&B entity
+    wandb_project_name: str = "deep-rl-reference"
+    wandb_entity: str | None = None
     capture_video: bool = False  # record an episode after each checkpoint
-    save_model: bool = True  # save model.pt
-    upload_model: bool = False  # upload the model to the Hugging Face Hub
+    save_model: bool = True
+    upload_model: bool = False  # upload it to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 100_000  # steps between checkpoints
     run_folder: str | None = None  # start or resume the run in this folder
     resume: str | None = None  # resume the run in this folder
     evaluate: str | None = None  # evaluate this model or run folder
-    eval_episodes: int = 32  # evaluation episodes
+    eval_episodes: int = 32
 
 
 Shape = namedtuple("Shape", "n_agents n_actions obs_dim state_dim")  # n, A, O, S
@@ -528,7 +528,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     # Everything a checkpoint must hold
     parts = {"networks": networks, "target_networks": target_networks, "replay": replay}
     parts[type(optimizer).__name__] = optimizer  # Trap: RMSprop's state does not fit Adam
-    global_step = start = restore(parts, checkpoint) if checkpoint else 0
+    global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
 
@@ -632,9 +632,9 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     """Returns of `args.eval_episodes` greedy episodes. Adds their victories to `model`."""
     envs = Environments(args, min(args.num_envs, args.eval_episodes))
     networks = Networks(args, envs.shape)
-    global_step = restore({"networks": networks}, model)
+    networks.load_state_dict(model["networks"])
     videos = folder / "videos" / "evaluation" if args.capture_video else None
-    envs.reset(seed_everything(args.seed, global_step, 1), videos)
+    envs.reset(seed_everything(args.seed, model["global_step"], 1), videos)
     returns, wins = play(networks.agent, envs, args.eval_episodes)
     envs.envs.close()
     score = f"{np.mean(returns):.2f} +- {np.std(returns):.2f}, {np.mean(wins):.1%} won"
@@ -647,7 +647,7 @@ def seed_everything(*key: int) -> int:
     """Seed PyTorch and what environments may draw from. Returns the 31-bit seed."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)
     torch.manual_seed(seed)
     return seed
 
@@ -661,24 +661,20 @@ def write_file(path: Path, content: dict) -> None:
 def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
-        with contextlib.suppress(Exception):  # of many kinds, where a file is damaged
+        try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
             if intact and checkpoint["script"] == SCRIPT:
                 return checkpoint
-        print(f"note: {file} is no intact checkpoint of {SCRIPT}.py")
+            reason = "damaged, or of another script"
+        except Exception as error:  # of many kinds
+            reason = error
+        print(f"note: {file} is no checkpoint of {SCRIPT}.py: {reason}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
-def restore(parts: dict, checkpoint: dict) -> int:
-    """Load the state of all parts. Returns the checkpoint's global step."""
-    for name, part in parts.items():
-        part.load_state_dict(checkpoint[name])
-    return checkpoint["global_step"]
-
-
 class Run:
-    """The run folder: logs, checkpoints, progress bar, result."""
+    """The run folder: logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
@@ -694,6 +690,8 @@ class Run:
             from fcntl import LOCK_EX, LOCK_NB, flock
 
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
+        for name, part in parts.items() if checkpoint else ():
+            part.load_state_dict(checkpoint[name])
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
@@ -715,7 +713,6 @@ class Run:
             self.writer.add_scalar(tag, value, global_step)
 
     def log_episodes(self, global_step: int, episodes: dict) -> None:
-        """Log the mean return and length of the episodes that a step ended."""
         if episodes:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
@@ -730,7 +727,6 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, names) -> dict:
-        """The named parts' state, and what identifies the run."""
         header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
         header["seconds"] = time.time() - self.started
         return header | {name: self.parts[name].state_dict() for name in names}
@@ -738,7 +734,7 @@ class Run:
     def save_checkpoint(self, global_step: int) -> None:
         """Write a checkpoint and keep the previous one."""
         if self.num_episodes == 0:
-            print("note: no episode ended between two checkpoints, which reset the environments")
+            print("note: no episode ended since the last checkpoint: raise --checkpoint-interval")
         self.num_episodes = 0
         self.writer.flush()
         checkpoint = self.pack(global_step, self.parts)
@@ -774,7 +770,8 @@ def parse_args() -> tuple[Args, Path, dict | None]:
     """The arguments, the run folder, and the checkpoint to resume or evaluate."""
     args, checkpoint = tyro.cli(Args), None
     folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
-    if args.evaluate or args.resume or any(folder.glob("checkpoint_*.pt")):
+    resumes = args.run_folder and any(folder.glob("checkpoint_*.pt"))
+    if args.evaluate or args.resume or resumes:
         checkpoint = load_checkpoint(folder)
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
@@ -790,7 +787,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
 def main() -> None:
     args, folder, checkpoint = parse_args()
     if args.cuda and not torch.cuda.is_available():
-        print("note: no CUDA device was found, so the CPU is used")
+        print("note: no CUDA device, so the CPU is used")
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     try:

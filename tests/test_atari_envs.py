@@ -162,6 +162,19 @@ def test_videos_show_the_episodes_that_were_played(tmp_path, monkeypatch, limit_
         assert len(images) in (39, 40) and properties["fps"] == 15, name
 
 
+def test_every_truncation_ends_an_episode(limit_games):
+    """Also where the next episode's counter of frames starts above where this one's ended."""
+    limit_games(a2c, 24)
+    envs = a2c.AtariEnvs(make_args(env_id="ALE/Breakout-v5"), 4)
+    envs.reset(1, None)
+    truncated = 0
+    for _ in range(60):
+        *_, truncations, _ = envs.step(np.zeros(4, int))
+        assert set(np.flatnonzero(truncations)) <= envs.episodes.keys()
+        truncated += truncations.sum()
+    assert truncated > 20
+
+
 class Catch(gym.Env):
     """A user's environment: catch a falling ball; without lives, FIRE or a counter of frames."""
 

@@ -25,7 +25,7 @@ SMALL = dict(env_id="Pendulum-v1", num_envs=2, num_steps=50, num_minibatches=2, 
 SMALL |= dict(total_timesteps=1000, checkpoint_interval=330, eval_episodes=1)
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
 ATARI = ("a2c_atari", "a3c_atari", "dqn_per_atari")
-SHARED = dict.fromkeys("seed_everything write_file load_checkpoint restore Run".split(), SCRIPTS)
+SHARED = dict.fromkeys("seed_everything write_file load_checkpoint Run".split(), SCRIPTS)
 SHARED |= dict(parse_args=SCRIPTS, main=SCRIPTS, AtariEnvs=ATARI, speed_up_cpu=ATARI[::2])
 
 
@@ -145,7 +145,7 @@ class Endless(gym.Env):
         return self.observation_space.sample(), {}
 
     def step(self, action):
-        draws = [random.random(), np.random.random()]  # noqa: NPY002
+        draws = [random.random(), np.random.random()]
         return np.float32(draws), self.action_space.sample().sum().item(), False, False, {}
 
 
