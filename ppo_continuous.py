@@ -586,7 +586,7 @@ def accelerate(args: Args):
             with torch.random.fork_rng([device] if args.cuda else []), torch.no_grad():
                 probe = 3 * torch.randn(100, obs.shape[1])
                 policy = agent.policy(probe.to(device))
-            assert type(policy.base_dist) is Normal, "the policy is not Gaussian"
+            assert type(policy.base_dist).__name__ == "Normal", "the policy is not Gaussian"
             np.testing.assert_allclose(policy.mean.cpu(), mean(probe.numpy()), 1e-3, 1e-4)
             np.testing.assert_allclose(policy.stddev.cpu(), [std] * 100, 1e-3)
             noise.extend(std * torch.randn(args.num_steps, len(obs), len(std)).numpy())

@@ -193,6 +193,7 @@ class PointMass(VectorEnv):
         if dones.any():
             info["final_obs"] = self.obs()
             self.x[dones], self.t[dones] = self.rng.normal(size=(dones.sum(), 2)), 0
+        terminations, truncations = terminations.astype(int), truncations.astype(int)
         return self.obs(), -distance, terminations, truncations, info
 
 

@@ -212,13 +212,14 @@ def test_the_replay_is_a_ring_that_pads_and_can_be_saved():
 
 @quick
 def test_acting_computes_the_same_values_as_learning():
-    agent, (episode,) = make_networks(Args(rnn_hidden_dim=8))[0].agent, make_episodes([5])
-    last_actions = torch.cat([torch.full((1, 3), -1), episode.actions])
-    hidden, expected = agent.initial_hidden(1), unroll(agent, episode)
+    agent, pair = make_networks(Args(rnn_hidden_dim=8))[0].agent, make_episodes([5, 5])
+    obs, actions = (torch.stack(x, dim=1) for x in zip(*((x.obs, x.actions) for x in pair)))
+    last_actions = torch.cat([torch.full((1, 2, 3), -1), actions])
+    expected, hidden = [unroll(agent, x) for x in pair], agent.initial_hidden(2)
     for t in range(6):
-        inputs = (episode.obs[t], last_actions[t], torch.tensor(True))
-        values, hidden = agent(*(x[None, None] for x in inputs), hidden)
-        torch.testing.assert_close(values[0, 0], expected[t])
+        inputs = (obs[t], last_actions[t], torch.tensor([True, True]))
+        values, hidden = agent(*(x[None] for x in inputs), hidden)
+        torch.testing.assert_close(values[0], torch.stack([x[t] for x in expected]))
 
 
 @quick
@@ -568,6 +569,8 @@ def test_games_of_starcraft_go_on_from_episode_to_episode(mock):
 
 def test_a_run_on_starcraft_launches_each_game_once(mock, monkeypatch, tmp_path):
     """Training and tests share the games; the evaluation launches its own."""
+    act = q.select_actions
+    monkeypatch.setattr(q, "select_actions", lambda *args: check_acting(*args) or act(*args))
     flags = dict(env_id="smac/calm", num_envs=1, total_timesteps=60, test_interval=25)
     train(q, tmp_path / "run", **SMALL | flags | dict(checkpoint_interval=40, eval_episodes=1))
     assert mock.read_text().split() == ["launch", "close", "launch", "close"]
