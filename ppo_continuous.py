@@ -590,7 +590,7 @@ def accelerate(args: Args):
             np.testing.assert_allclose(policy.mean.cpu(), mean(probe.numpy()), 1e-3, 1e-4)
             np.testing.assert_allclose(policy.stddev.cpu(), [std] * 100, 1e-3)
             noise.extend(std * torch.randn(args.num_steps, len(obs), len(std)).numpy())
-        return mean(obs) + noise.pop()
+        return mean(obs) + noise.pop(0)
 
     def fallback(fast, plain):
         def call(*inputs):

@@ -343,8 +343,8 @@ def test_changes_train_and_resume_exactly_and_compiled(tmp_path, monkeypatch, ca
     for compiled in (False, True):
         path = train(ppo, tmp_path / f"{compiled}", **SMALL, compile=compiled)
         output = capsys.readouterr().out
-        assert ("note: act() is not compiled" in output) == compiled
-        assert "update() is not compiled" not in output
+        assert ("note: act() is not accelerated" in output) == compiled
+        assert "update() is not accelerated" not in output
         models.append(load(path / "model.pt")["agent"])
         first, last = sorted(path.glob("checkpoint_*.pt"))
         rates = [group["lr"] for group in load(last)["optimizer"]["param_groups"]]
@@ -384,7 +384,7 @@ def test_the_numpy_actor_samples_the_same_actions(capsys):
             actions.append(act(agent, x, torch.device("cpu")))
             agent.actor[-1].bias.data.add_(0.01)  # a trained policy is seen
     np.testing.assert_allclose(actions[:12], actions[12:], atol=1e-6)
-    assert "not compiled" not in capsys.readouterr().out
+    assert "not accelerated" not in capsys.readouterr().out
 
 
 def test_a_trained_module_outside_the_checkpoint_is_refused(tmp_path, monkeypatch):
