@@ -115,6 +115,17 @@ def setting(script: str, variant: str) -> str:
     return " ".join(sorted(flag for flag in flags if not flag.startswith("--total-timesteps ")))
 
 
+EARLIER_QMIX = (  # its settings before the present defaults, beside --num-envs 8
+    "--td-lambda 0.0 --epsilon-anneal-time 100000 --updates-per-episode 1.0 "
+    "--target-update-interval 200 --optimizer rmsprop --learning-rate 0.0005"
+)
+
+
+def earlier_qmix(steps: int, mixer: str = "") -> str:
+    """The variant of runs with those settings, and a mixer as a flag."""
+    return f"--total-timesteps {steps} --num-envs 8{mixer} {EARLIER_QMIX}"
+
+
 FRONT = {  # README's table and picture: one environment for each script, its longest runs
     "ppo_continuous": "HalfCheetah-v4",
     "a2c_atari": "BreakoutNoFrameskip-v4",

@@ -22,7 +22,18 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import scipy.stats
-from common import FLAG, FRONT, RESULTS, ROOT, curves_name, front, read_runs, read_table, setting
+from common import (
+    EARLIER_QMIX,
+    FLAG,
+    FRONT,
+    RESULTS,
+    ROOT,
+    curves_name,
+    front,
+    read_runs,
+    read_table,
+    setting,
+)
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
@@ -48,6 +59,9 @@ WORDS = {  # settings in a legend
     "--num-workers 2": "2 workers",
     "--target-interval 32": "target copied every 32 iterations",
 }
+for mixer, words in (("", ""), (" --mixer vdn", "VDN, "), (" --mixer none", "independent, ")):
+    flags = FLAG.findall(f"--num-envs 8{mixer} {EARLIER_QMIX}")
+    WORDS[" ".join(sorted(flags))] = f"{words}earlier settings"
 PEERS = {  # of the overview: the peer's script, its name
     "ppo_continuous": ("sb3_ppo", "Stable-Baselines3"),
     "a2c_atari": ("sb3_a2c", "Stable-Baselines3"),

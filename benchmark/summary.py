@@ -5,7 +5,7 @@ One statistic throughout: the interquartile mean over seeds from five seeds on, 
 """
 
 import pandas as pd
-from common import FRONT, arguments, front, setting
+from common import FRONT, arguments, earlier_qmix, front, setting
 from plot import center
 from tables import interval, newest_rounds, number, spread
 
@@ -66,7 +66,7 @@ QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, 
         )
     ],
     "mixers": [
-        ("qmix_smac", env_id, f"--total-timesteps {steps}{flags}", words)
+        ("qmix_smac", env_id, earlier_qmix(steps, flags), words)
         for env_id, steps in (
             ("3m", 200_000),
             ("8m", 200_000),
@@ -74,7 +74,7 @@ QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, 
             ("2s3z", 2_000_000),
         )
         for flags, words in (
-            ("", "QMIX (default)"),
+            ("", "QMIX"),
             (" --mixer vdn", "VDN"),
             (" --mixer none", "independent learners"),
         )

@@ -22,6 +22,7 @@ from qmix_smac import Args, Environments, Episode, EpisodeReplay, Shape
 SMALL = dict(num_envs=3, total_timesteps=500, checkpoint_interval=200, batch_size=4, buffer_size=24)
 SMALL |= dict(log_interval=50, test_interval=170, test_nepisode=4, rnn_hidden_dim=8)
 SMALL |= dict(epsilon_anneal_time=400, target_update_interval=7, max_grad_norm=1.5, eval_episodes=4)
+SMALL |= dict(updates_per_episode=1.0, td_lambda=0.0, optimizer="rmsprop", learning_rate=5e-4)
 SHAPE = Shape(n_agents=3, n_actions=4, obs_dim=5, state_dim=6)
 quick = pytest.mark.quick
 
