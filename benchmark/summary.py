@@ -4,9 +4,11 @@ One statistic throughout: the interquartile mean over seeds from five seeds on, 
 (`plot.center`), with a 95 % bootstrap interval over seeds. One seed has no interval.
 """
 
+from pathlib import Path
+
 import pandas as pd
-from common import FRONT, arguments, earlier_qmix, front, setting
-from plot import center
+from common import FRONT, arguments, curves_name, earlier_qmix, front, read_table, setting
+from plot import center, in_words
 from tables import interval, newest_rounds, number, spread
 
 NAMES = {
@@ -206,6 +208,48 @@ def question(name: str, runs: pd.DataFrame) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(table)
+
+
+def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
+    """When runs of at least 500,000 steps first win which fraction of their battles.
+
+    A rate is the mean of three tests in a row, for a peer, whose tests are rare, one; its seconds are that part of the run's wall time
+    which its steps are of all steps. Medians over seeds, `-` where most seeds do not get there.
+    """
+    table, rates = [], (0.5, 0.8, 0.9)
+    runs = runs[(runs.tests_battle_won_rate != "") & (runs.total_steps.astype(int) >= 480_000)]
+    for (env_id, script, variant), rows in runs.groupby(["env_id", "script", "variant"]):
+        reached, updates = {rate: [] for rate in rates}, []
+        for row in rows.to_dict("records"):
+            curves = read_table(results / curves_name(row)).astype({"step": int, "value": float})
+            won = curves[curves.tag == "eval/battle_won_rate"].groupby("step").value.mean()
+            smooth = won.rolling(3).mean() if script == "qmix_smac" else won
+            for rate in rates:
+                reached[rate].append(smooth.index[smooth >= rate - 1e-9].min())
+            made = curves[curves.tag == "charts/updates"].value
+            updates.append(made.iloc[-1] if len(made) else float("nan"))
+            if script == "jaxmarl_qmix":
+                updates[-1] = 8 * int(row["total_steps"]) / 1024
+        per_step = (rows.wall_seconds.astype(float) / rows.total_steps.astype(float)).median()
+        entry = {"map": env_id, "program": words_of(script, variant), "seeds": str(len(rows))}
+        for rate in rates:
+            steps = pd.Series(reached[rate]).fillna(float("inf")).median()
+            found = f"{steps / 1e3:,.0f}k, {steps * per_step:,.0f} s" if steps < 1e12 else "-"
+            entry[f"{rate:g}"] = found
+        entry["last fifth"] = interval(rows.tests_battle_won_rate, center)
+        total = f"{steps_of(rows) / 1e6:.3g}M, {rows.wall_seconds.astype(float).median():,.0f} s"
+        entry["whole run"] = total
+        made = pd.Series(updates).median()
+        entry["updates"] = "" if pd.isna(made) else f"{made:,.0f}"
+        table.append(entry)
+    return pd.DataFrame(table)
+
+
+def words_of(script: str, variant: str) -> str:
+    """A program of the table of win rates in words."""
+    if script != "qmix_smac":
+        return "JaxMARL QMIX, 8 updates per 1,024 steps"
+    return f"`{script}.py`, {in_words(setting(script, variant))}"
 
 
 def speed(measured: pd.DataFrame) -> pd.DataFrame:
