@@ -213,8 +213,9 @@ def question(name: str, runs: pd.DataFrame) -> pd.DataFrame:
 def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
     """When runs of at least 500,000 steps first win which fraction of their battles.
 
-    A rate is the mean of three tests in a row, for a peer, whose tests are rare, one; its seconds are that part of the run's wall time
-    which its steps are of all steps. Medians over seeds, `-` where most seeds do not get there.
+    A rate is the mean of three tests in a row, for a peer, whose tests are rare, one test. Its
+    seconds are that part of the run's wall time which its steps are of all steps. Medians over
+    seeds, `-` where most seeds do not get there.
     """
     table, rates = [], (0.5, 0.8, 0.9)
     runs = runs[(runs.tests_battle_won_rate != "") & (runs.total_steps.astype(int) >= 480_000)]
