@@ -522,7 +522,7 @@ def seed_everything(*key: int) -> int:
 
 
 def write_file(path: Path, content: dict) -> None:
-    """Write a checkpoint or model atomically."""
+    """Write a file atomically."""
     torch.save(content, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
