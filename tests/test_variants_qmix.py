@@ -29,6 +29,7 @@ def test_own_environment_learns_the_two_step_game(patched, tmp_path, mixer, best
     """[QMIX] Sec. 5: QMIX finds the best return, VDN does not. In half a minute on a core."""
     flags = dict(epsilon_finish=1, optimizer="adam", learning_rate=2e-3, updates_per_episode=0.25)
     flags |= dict(mixer=mixer, total_timesteps=6000, target_update_interval=50, test_interval=6000)
+    flags |= dict(num_envs=8, td_lambda=0.0)
     folder = train(patched("qmix_smac", "own_environment"), tmp_path / "run", **flags)
     assert set(json.loads((folder / "result.json").read_text())["episodic_return"]) == {best}
 
@@ -43,7 +44,7 @@ def assert_same_gradient(networks, *losses):
 def test_weighted_loss_by_loops(patched, weighting):
     """[WQMIX] Eqs. (10) to (13): loss and gradient."""
     module, episodes = patched("qmix_smac", "weighted"), make_episodes([2, 6, 4, 9, 5])
-    args, rows = module.Args(weighting=weighting, alpha=0.25), []
+    args, rows = module.Args(weighting=weighting, alpha=0.25, td_lambda=0.0), []
     networks, targets = make_networks(args, module=module)
     loss, metrics = module.qmix_loss(networks, targets, to_batch(episodes), args)
     for episode in episodes:
@@ -94,7 +95,7 @@ def test_qplex_mixer_over_all_joint_actions(patched):
 def test_qplex_loss_by_loops(patched, double_q):
     """The mixer gets the agents' highest available values, of the same network."""
     module, episodes, squares = patched("qmix_smac", "qplex"), make_episodes([2, 6, 4]), []
-    args = module.Args(double_q=double_q)
+    args = module.Args(double_q=double_q, td_lambda=0.0)
     networks, targets = make_networks(args, module=module)
     loss, _ = module.qmix_loss(networks, targets, to_batch(episodes), args)
 
