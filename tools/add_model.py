@@ -3,14 +3,19 @@
 python tools/add_model.py runs/HalfCheetah-v4__...    # writes models/HalfCheetah-v4.pt
 """
 
+import importlib
 import sys
 from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 for folder in map(Path, sys.argv[1:]):
     model = torch.load(folder / "model.pt", weights_only=True)
+    known = vars(importlib.import_module(model["script"]).Args())
+    model["args"] = {name: x for name, x in model["args"].items() if name in known}
     model["args"] |= {"run_folder": None, "resume": None, "evaluate": None}
-    path = Path(__file__).parent.parent / "models" / f"{model['args']['env_id']}.pt"
+    path = ROOT / "models" / f"{model['args']['env_id'].replace('/', '-')}.pt"
     torch.save(model, path)
     print(path)
