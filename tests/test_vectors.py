@@ -10,7 +10,6 @@ import vectors_reader
 from conftest import ROOT
 
 FILES = sorted(vectors_reader.FOLDER.glob("*.json"))
-of_each_file = pytest.mark.parametrize("subject", [path.stem for path in FILES])
 
 
 def test_regenerated_files_are_identical(tmp_path):
@@ -23,46 +22,34 @@ def test_regenerated_files_are_identical(tmp_path):
 
 
 @pytest.mark.quick
-@of_each_file
+@pytest.mark.parametrize("subject", [path.stem for path in FILES])
 def test_files_follow_the_format(subject):
+    """Wrong values lie outside the tolerance, inputs are exact in float32 or hyperparameters."""
     content = json.loads((vectors_reader.FOLDER / f"{subject}.json").read_text(encoding="utf-8"))
     assert set(content) == {"subject", "format", "cases"}
     assert content["subject"] == subject and content["format"] == 1
     names = [(case["operation"], case["name"]) for case in content["cases"]]
     assert len(set(names)) == len(names) > 0
-    for case in content["cases"]:
-        fields = {"operation", "name", "inputs", "outputs", "tolerance", "wrong"}
-        assert set(case) == fields and case["wrong"], case["name"]
-        assert set(case["tolerance"]) == {"float32", "float64"}
-        arrays = [np.array(x) for x in (*case["inputs"].values(), *case["outputs"].values())]
-        assert all(x.dtype.kind in "bifU" for x in arrays), f"{case['name']}: not rectangular"
-        assert all(np.isfinite(np.array(x, float)).all() for x in case["outputs"].values())
-
-
-@pytest.mark.quick
-@of_each_file
-def test_wrong_values_lie_outside_the_tolerance(subject):
     for case in vectors_reader.cases(subject):
+        name, fields = case["name"], {"operation", "name", "inputs", "outputs"}
+        assert set(case) == fields | {"tolerance", "wrong"} and case["wrong"], name
+        assert set(case["tolerance"]) == {"float32", "float64"}, name
+        arrays = [*case["inputs"].values(), *case["outputs"].values()]
+        assert all(x.dtype.kind in "bifU" for x in arrays), f"{name}: not rectangular"
+        assert all(np.isfinite(np.array(x, float)).all() for x in case["outputs"].values()), name
         for wrong in case["wrong"]:
-            assert wrong["mistake"] and ("value" in wrong or len(wrong) == 1), case["name"]
+            assert wrong["mistake"] and ("value" in wrong or len(wrong) == 1), name
             for precision, tolerance in case["tolerance"].items() if "value" in wrong else ():
                 right = float(case["outputs"][wrong["output"]][tuple(wrong["at"])])
                 allowed = tolerance["atol"] + tolerance["rtol"] * abs(right)
                 difference = abs(float(wrong["value"]) - right)
-                assert difference > 2 * allowed, (case["name"], wrong["mistake"], precision)
-
-
-@pytest.mark.quick
-@of_each_file
-def test_inputs_are_exact_in_float32_or_hyperparameters(subject):
-    """So that an implementation in float32 computes with the numbers of the file."""
-    for case in vectors_reader.cases(subject):
+                assert difference > 2 * allowed, (name, wrong["mistake"], precision)
         decimals = {"discounts", "learning_rates"}
         if case["operation"] == "find":  # tenths, whose sums are rounded
             decimals |= {"leaves", "values"}
-        for name, value in case["inputs"].items():
-            if value.dtype == np.float64 and value.size > 1 and name not in decimals:
-                assert (value == value.astype(np.float32)).all(), (case["name"], name)
+        for key, value in case["inputs"].items():
+            if value.dtype == np.float64 and value.size > 1 and key not in decimals:
+                assert (value == value.astype(np.float32)).all(), (name, key)
 
 
 @pytest.mark.quick
