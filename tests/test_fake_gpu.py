@@ -1,12 +1,9 @@
 """The pretended GPU: it refuses what CUDA refuses, computes what the CPU computes, and counts."""
 
-import contextlib
-
 import fake_gpu
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same
 from torch import nn
 
 pytestmark = [
@@ -69,27 +66,6 @@ def test_counts_each_wait_by_its_line(device):
         wait()
         assert fake_gpu.waits.total() == number + 1
     assert f"test_fake_gpu.py:{waits[0].__code__.co_firstlineno}" in fake_gpu.waits
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_an_lstm_trains_as_on_the_cpu_to_the_bit(bf16):
-    """The scripts' networks: test_gpu.py."""
-    states = []
-    for context, name in ((contextlib.nullcontext(), "cpu"), (fake_gpu.pretend(), "cuda")):
-        with context:
-            torch.manual_seed(1)
-            net, device = nn.LSTM(5, 6).to(name), torch.device(name)
-            optimizer = torch.optim.Adam(net.parameters(), 1e-2, fused=True)
-            for _ in range(3):
-                x = torch.randn(4, 3, 5).to(device)[torch.randperm(4, device=device)]
-                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    outputs, _ = net(x)
-                optimizer.zero_grad()
-                outputs.float().square().mean().backward()
-                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-                optimizer.step()
-            states.append({key: x.cpu() for key, x in net.state_dict().items()})
-    assert_same(states[1], states[0])
 
 
 def test_leaves_nothing_behind():
