@@ -262,7 +262,9 @@ def draw_wall_time(results: Path) -> Figure:
         legend = {f"here ({len(ours)})": (ours, LOOKS[0])}
         legend[f"{name} ({len(theirs)})"] = (theirs, PEER_LOOK)
         for rows, look in legend.values():
-            minutes = (rows.wall_seconds.astype(float) / rows.total_steps.astype(int)).median() / 60
+            minutes = (
+                pd.to_numeric(rows.wall_seconds) / rows.total_steps.astype(int)
+            ).median() / 60
             draw_runs(axes, tag_of(script), rows, results, look, minutes)
         handles = [Line2D([], [], **look) for _, look in legend.values()]
         axes.legend(handles, list(legend), loc="best", fontsize=6)

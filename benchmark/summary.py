@@ -231,14 +231,15 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
             updates.append(made.iloc[-1] if len(made) else float("nan"))
             if script == "jaxmarl_qmix":
                 updates[-1] = 8 * int(row["total_steps"]) / 1024
-        per_step = (rows.wall_seconds.astype(float) / rows.total_steps.astype(float)).median()
+        seconds = pd.to_numeric(rows.wall_seconds)  # empty where other programs ran beside it
+        per_step = (seconds / rows.total_steps.astype(float)).median()
         entry = {"map": env_id, "program": words_of(script, variant), "seeds": str(len(rows))}
         for rate in rates:
             steps = pd.Series(reached[rate]).fillna(float("inf")).median()
             found = f"{steps / 1e3:,.0f}k, {steps * per_step:,.0f} s" if steps < 1e12 else "-"
             entry[f"{rate:g}"] = found
         entry["last fifth"] = interval(rows.tests_battle_won_rate, center)
-        total = f"{steps_of(rows) / 1e6:.3g}M, {rows.wall_seconds.astype(float).median():,.0f} s"
+        total = f"{steps_of(rows) / 1e6:.3g}M, {seconds.median():,.0f} s"
         entry["whole run"] = total
         made = pd.Series(updates).median()
         entry["updates"] = "" if pd.isna(made) else f"{made:,.0f}"

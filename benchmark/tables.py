@@ -81,7 +81,7 @@ def score_table(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
                 "in the last fifth": interval(rows.tests_battle_won_rate, np.mean),
                 "published": score,
                 "source": source,
-                "hours": f"{rows.wall_seconds.astype(float).mean() / 3600:.2f}",
+                "hours": f"{pd.to_numeric(rows.wall_seconds).mean() / 3600:.2f}",
             }
         )
     return pd.DataFrame(table)
