@@ -140,6 +140,7 @@ def front(runs: "pandas.DataFrame") -> dict[str, "pandas.DataFrame"]:  # noqa: F
     found = {}
     for script, env_id in FRONT.items():
         rows = runs[(runs.script == script) & (runs.env_id == env_id)]
+        rows = rows[~rows.variant.str.contains(EARLIER_QMIX, regex=False)]
         steps = rows.total_steps.astype(int).groupby(rows.variant).max().to_dict()
         if steps:
             longest = max(steps, key=lambda name: (steps[name], -len(setting(script, name))))
