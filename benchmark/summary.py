@@ -137,7 +137,7 @@ def results(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
             same = mine[[setting(script, each) == setting(script, flags) for each in mine.variant]]
             if len(theirs) and not len(at_equal_steps(theirs, steps_of(shown[0]))):
                 shown.append(at_equal_steps(same, steps_of(theirs)))
-            for rows in shown:
+            for rows in filter(len, shown):
                 steps = steps_of(rows)
                 other = at_equal_steps(theirs, steps)
                 known = references[(references.script == script) & (references.env_id == env_id)]
