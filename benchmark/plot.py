@@ -59,9 +59,7 @@ WORDS = {  # settings in a legend
     "--num-workers 2": "2 workers",
     "--target-interval 32": "target copied every 32 iterations",
 }
-for mixer, words in (("", ""), (" --mixer vdn", "VDN, "), (" --mixer none", "independent, ")):
-    flags = FLAG.findall(f"--num-envs 8{mixer} {EARLIER_QMIX}")
-    WORDS[" ".join(sorted(flags))] = f"{words}earlier settings"
+EARLIER = FLAG.findall(f"--num-envs 8 {EARLIER_QMIX}")
 PEERS = {  # of the overview: the peer's script, its name
     "ppo_continuous": ("sb3_ppo", "Stable-Baselines3"),
     "a2c_atari": ("sb3_a2c", "Stable-Baselines3"),
@@ -181,8 +179,10 @@ def in_words(flags: str) -> str:
     """A setting for a legend."""
     if flags in WORDS:
         return WORDS[flags]
-    flags = re.sub("--checkpoint-interval \\d+", "", flags)
-    return ", ".join(WORDS.get(flag, flag) for flag in FLAG.findall(flags)) or "default"
+    found = FLAG.findall(re.sub("--checkpoint-interval \\d+", "", flags))
+    if set(EARLIER) <= set(found):
+        found = [flag for flag in found if flag not in EARLIER] + ["earlier settings"]
+    return ", ".join(WORDS.get(flag, flag) for flag in found) or "default"
 
 
 def draw(script: str, results: Path) -> Figure:
