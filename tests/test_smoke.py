@@ -22,8 +22,8 @@ SMALL = {
     "--checkpoint-interval 36",
     "a3c_atari": f"{ATARI} --num-workers 1 --num-steps 10 --total-timesteps 150 "
     "--checkpoint-interval 55 --max-episode-length 40",
-    "dqn_per_atari": f"{ATARI} --num-envs 2 --num-steps 3 --batch-size 4 --buffer-size 400 "
-    "--learning-starts 20 --total-timesteps 120 --checkpoint-interval 40 --eval-epsilon 0.9",
+    "dqn_per_atari": f"{ATARI} --num-envs 2 --batch-size 4 --buffer-size 400 "
+    "--learning-starts 20 --total-timesteps 120 --checkpoint-interval 41 --eval-epsilon 0.9",
     "qmix_smac": "--env-id 3m --num-envs 2 --total-timesteps 200 --checkpoint-interval 70 "
     "--batch-size 4 --buffer-size 24 --test-interval 150 --test-nepisode 2 --eval-episodes 2",
 }
