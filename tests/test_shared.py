@@ -188,6 +188,7 @@ def test_a_folder_in_use_and_ctrl_c(tmp_path):
         call("ppo_continuous", *FLAGS, "--run-folder", tmp_path / folder)
     while not any((tmp_path / folder).glob("checkpoint_*.pt")):
         time.sleep(0.1)
+    time.sleep(2)  # while Python forks, as after a checkpoint, it may lose the signal
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes
     _, errors = process.communicate(timeout=60)
     hint = re.search(r"resume with: python (.*)", errors)
