@@ -583,7 +583,7 @@ def accelerate(args: Args):
         if not noise:  # compare a new policy on random observations
             weights[:] = [x.detach().cpu().numpy() for x in agent.actor.parameters()]
             std = agent.log_std.detach().exp().cpu().numpy()
-            with torch.random.fork_rng([device] if args.cuda else []), torch.no_grad():
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 probe = 3 * torch.randn(100, obs.shape[1])
                 policy = agent.policy(probe.to(device))
             assert type(policy.base_dist).__name__ == "Normal", "the policy is not Gaussian"
