@@ -481,13 +481,14 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if global_step % args.target_network_frequency < N:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
-        scalars = {"charts/epsilon": epsilon, "charts/per_beta": beta}
+        metrics = {}
         for name in updates[0] if updates else ():
-            scalars[f"losses/{name}"] = float(sum(m[name] for m in updates)) / len(updates)
-        if not math.isfinite(sum(scalars.values())):
+            metrics[name] = float(sum(m[name] for m in updates)) / len(updates)
+        if not math.isfinite(sum(metrics.values())):
             raise FloatingPointError(f"the loss or its gradient is not finite at {global_step}")
         if global_step // N % args.log_interval == 0 or global_step == last_step:
-            run.log(global_step, scalars)
+            run.log(global_step, "losses", metrics)
+            run.log(global_step, "charts", {"epsilon": epsilon, "per_beta": beta})
             run.progress(global_step)
 
     envs.envs.close()
@@ -568,13 +569,11 @@ def load_checkpoint(path: Path) -> dict:
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
-            if intact and checkpoint["script"] == SCRIPT:
-                return checkpoint
-            reason = "damaged, or of another script"
+            if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
+                raise OSError("damaged, or of another script")  # Trap: torch.load does not check
+            return checkpoint
         except Exception as error:  # of many kinds
-            reason = error
-        print(f"note: {file} is no checkpoint of {SCRIPT}.py: {reason}")
+            print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
@@ -603,7 +602,7 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            options |= {"sync_tensorboard": True}
+            options["sync_tensorboard"] = True
             try:
                 wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **options)
             except wandb.errors.CommError:  # for example, that run was deleted
@@ -613,20 +612,20 @@ class Run:
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
         self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
-    def log(self, global_step: int, scalars: dict) -> None:
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, global_step)
+    def log(self, global_step: int, group: str, scalars: dict) -> None:
+        for name, value in scalars.items():
+            self.writer.add_scalar(f"{group}/{name}", value, global_step)
 
     def log_episodes(self, global_step: int, episodes: dict) -> None:
         if episodes:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            self.log(global_step, {"charts/episodic_return": returns.mean()})
-            self.log(global_step, {"charts/episodic_length": lengths.mean()})
+            means = {"episodic_return": returns.mean(), "episodic_length": lengths.mean()}
+            self.log(global_step, "charts", means)
 
     def progress(self, global_step: int) -> None:
-        self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
+        self.log(global_step, "charts", {"SPS": global_step / (time.time() - self.started)})
         if self.recent_returns:
             self.bar.set_postfix_str(f"return {np.mean(self.recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
@@ -655,7 +654,7 @@ class Run:
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
         returns = evaluate(args, model, self.folder)
-        self.log(global_step, {"eval/episodic_return": np.mean(returns)})
+        self.log(global_step, "eval", {"episodic_return": np.mean(returns)})
         self.writer.close()
         result = {name: x for name, x in model.items() if name not in names}
         result |= {"episodic_return": returns, "torch": torch.__version__}

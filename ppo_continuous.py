@@ -312,7 +312,6 @@ def ppo_loss(agent: Agent, minibatch: tuple, args: Args) -> tuple[Tensor, dict]:
     entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-    logratio, ratio = logratio.detach(), ratio.detach()
     # Two estimates of KL(old || new): http://joschu.net/blog/kl-approx.html
     metrics["old_approx_kl"] = -logratio.mean()
     metrics["approx_kl"] = (ratio - 1 - logratio).mean()
@@ -332,7 +331,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, minibatch: tuple, arg
 
 @torch.inference_mode()
 def act(agent: Agent, obs: np.ndarray, device: torch.device) -> np.ndarray:
-    """Sample actions (N, A) for observations (N, D). With --compile, `fast_act` does it."""
+    """Sample actions (N, A) for observations (N, D)."""
     return agent.policy(torch.from_numpy(obs).to(device)).sample().cpu().numpy()
 
 
@@ -402,8 +401,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if not math.isfinite(metrics["grad_norm"]):
             raise FloatingPointError(f"the gradient is not finite at step {global_step}")
         metrics["explained_variance"] = 1 - (returns - values).var() / returns.var()
-        run.log(global_step, {f"losses/{name}": value for name, value in metrics.items()})
-        run.log(global_step, {"charts/learning_rate": groups[0]["lr"]})
+        run.log(global_step, "losses", metrics)
+        run.log(global_step, "charts", {"learning_rate": groups[0]["lr"]})
         run.progress(global_step)
 
     envs.envs.close()
@@ -458,13 +457,11 @@ def load_checkpoint(path: Path) -> dict:
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
-            if intact and checkpoint["script"] == SCRIPT:
-                return checkpoint
-            reason = "damaged, or of another script"
+            if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
+                raise OSError("damaged, or of another script")  # Trap: torch.load does not check
+            return checkpoint
         except Exception as error:  # of many kinds
-            reason = error
-        print(f"note: {file} is no checkpoint of {SCRIPT}.py: {reason}")
+            print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
@@ -493,7 +490,7 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            options |= {"sync_tensorboard": True}
+            options["sync_tensorboard"] = True
             try:
                 wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **options)
             except wandb.errors.CommError:  # for example, that run was deleted
@@ -503,20 +500,20 @@ class Run:
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
         self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
-    def log(self, global_step: int, scalars: dict) -> None:
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, global_step)
+    def log(self, global_step: int, group: str, scalars: dict) -> None:
+        for name, value in scalars.items():
+            self.writer.add_scalar(f"{group}/{name}", value, global_step)
 
     def log_episodes(self, global_step: int, episodes: dict) -> None:
         if episodes:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            self.log(global_step, {"charts/episodic_return": returns.mean()})
-            self.log(global_step, {"charts/episodic_length": lengths.mean()})
+            means = {"episodic_return": returns.mean(), "episodic_length": lengths.mean()}
+            self.log(global_step, "charts", means)
 
     def progress(self, global_step: int) -> None:
-        self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
+        self.log(global_step, "charts", {"SPS": global_step / (time.time() - self.started)})
         if self.recent_returns:
             self.bar.set_postfix_str(f"return {np.mean(self.recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
@@ -545,7 +542,7 @@ class Run:
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
         returns = evaluate(args, model, self.folder)
-        self.log(global_step, {"eval/episodic_return": np.mean(returns)})
+        self.log(global_step, "eval", {"episodic_return": np.mean(returns)})
         self.writer.close()
         result = {name: x for name, x in model.items() if name not in names}
         result |= {"episodic_return": returns, "torch": torch.__version__}

@@ -2,17 +2,16 @@
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
 #     "torch==2.13.0", "jax==0.10.2", "jaxmarl==0.2.0", "gymnasium==1.3.0", "numpy==2.4.6",
-#     "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1",
+#     "tyro==1.0.17", "tqdm", "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1",
 #     "huggingface-hub==2.4.0",
 # ]
 # ///
 r"""QMIX on SMAX, StarCraft-like battles simulated in JAX; on StarCraft II with smac/MAP.
 
-Each agent estimates the values of its own actions from its own observations. In training, a mixing
-network that sees the global state combines the values of the chosen actions into Q_tot, the value
-of the joint action, learned by Q-learning from the team's reward. The mixing weights are never
-negative, so Q_tot is monotone in each agent's value, and the greedy joint action consists of the
-agents' greedy actions. Acting needs no mixer.
+Each agent estimates the values of its actions from its own observations. In training, a mixing
+network that sees the global state combines the chosen actions' values into Q_tot, the value of the
+joint action, learned by Q-learning from the team's reward. Mixing weights are never negative, so
+the agents' greedy actions are the greedy joint action, and acting needs no mixer.
 
 [QMIX]  Rashid et al. 2018, arXiv:1803.11485          [VDN]   Sunehag et al. 2018, arXiv:1706.05296
 [DDQN]  van Hasselt et al. 2016, arXiv:1509.06461     [IQL]   Tan 1993, ICML
@@ -26,13 +25,13 @@ agents' greedy actions. Acting needs no mixer.
     \theta   networks                    agent and mixer; \theta^- is target_networks
 
 Differences from the paper and from PyMARL, its implementation (reasons: docs/qmix_smac.md):
-  * For speed: 32 environments, an update for four episodes, Adam, TD(0.8). PyMARL has `--num-envs 1
-    --updates-per-episode 1 --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4
-    --no-anneal-lr --td-lambda 0 --test-interval 10000 --total-timesteps 2050000`.
-  * As in PyMARL, hypernetworks have two layers, Eq. (6) is a mean, and truncation is treated as
-    termination (PyMARL bootstraps if the environment reports the time limit).
+  * For speed: 32 environments, an update for four episodes, Adam, TD(0.8); target networks are
+    copied by updates, not episodes. PyMARL: `--num-envs 1 --updates-per-episode 1 --td-lambda 0
+    --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4 --no-anneal-lr
+    --test-interval 10000 --total-timesteps 2050000`.
+  * As in PyMARL, hypernetworks have two layers, Eq. (6) is a mean, and a battle's time limit is a
+    termination (PyMARL bootstraps if the environment reports it). Truncations are bootstrapped.
   * Updates happen in the middle of other environments' episodes, so hidden states mix parameters.
-  * Target networks are copied by updates, not episodes.
   * SMAX's rewards are multiplied by 10; its state is scaled.
   * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
 
@@ -44,7 +43,6 @@ Differences from the paper and from PyMARL, its implementation (reasons: docs/qm
 import contextlib
 import copy
 import functools
-import importlib.util
 import io
 import json
 import math
@@ -62,9 +60,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
-
-if importlib.util.find_spec("smac"):  # Trap: must be set before TensorBoard imports protobuf
-    os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
 import gymnasium as gym
 import numpy as np
@@ -93,21 +88,19 @@ class Args:
     gamma: float = 0.99  # discount factor
     double_q: bool = True  # double Q-learning, [DDQN]
     td_lambda: float = 0.8  # lambda of the targets; 0: one-step. [TRICK] has 0.6
-    bootstrap_truncation: bool = False  # bootstrap at truncation
-    epsilon_start: float = 1.0  # initial probability of a random action
-    epsilon_finish: float = 0.05  # final probability of a random action
+    epsilon_finish: float = 0.05  # final probability of a random action; at first 1
     epsilon_anneal_time: int = 50_000  # steps to anneal epsilon over
     buffer_size: int = 5_000  # episodes in the replay buffer
     batch_size: int = 32  # B: episodes in a minibatch
     updates_per_episode: float = 0.25  # updates per collected episode
-    target_update_interval: int = 25  # updates between copies to the target networks
+    target_update_interval: int = 25  # updates between target network copies
     optimizer: Literal["adam", "rmsprop"] = "adam"  # [TRICK]'s or [QMIX]'s
     learning_rate: float = 1e-3  # step size
     anneal_lr: bool = True  # anneal the learning rate to zero
     max_grad_norm: float = 10.0  # gradient clipping norm
     test_interval: int = 20_000  # steps between tests
     test_nepisode: int = 32  # greedy episodes of a test
-    log_interval: int = 2_000  # steps between logs of losses
+    log_interval: int = 2_000  # steps between logs
 
     exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
@@ -178,11 +171,11 @@ def make_smax(map_name: str) -> tuple:
     def observe(key, state) -> tuple:
         obs = jnp.stack([*env.get_all_unit_obs(state).values()])  # (units, O), allies first
         avail_actions = jnp.stack([*env.get_avail_actions(state).values()]).astype(bool)
-        # What units observe of themselves is scaled; SMAX's own state is not
+        # What units observe of themselves is scaled, unlike SMAX's state
         features = obs[:, -len(env.own_features) :].clip(0, 1).ravel()
         types = state.state.unit_types / (env.unit_type_bits - 1)
         world = jnp.concatenate([features, state.state.unit_teams, types])
-        # Trap: weak types, which reset and step differ in, would compile step twice
+        # Trap: weak types, which reset and step differ in, compile twice
         simulator = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), (key, state))
         return simulator, (obs[:n], world, avail_actions)
 
@@ -194,13 +187,10 @@ def make_smax(map_name: str) -> tuple:
         key, step_key = jax.random.split(simulator[0])
         actions = dict(zip(env.agents, actions))
         _, state, rewards, dones, _ = env.step_env(step_key, simulator[1], actions)
-        # Trap: SMAX does not tell truncation from termination, nor victory from defeat
-        allies, enemies = state.state.unit_alive[:n].any(), state.state.unit_alive[n:].any()
-        terminated, done = ~(allies & enemies), dones["__all__"]
-        ends = (terminated, done & ~terminated, allies & ~enemies)
-        after = observe(key, state)
+        alive, done, after = state.state.unit_alive, dones["__all__"], observe(key, state)
+        won = alive[:n].any() & ~alive[n:].any()
         current = jax.tree.map(lambda new, old: jnp.where(done, new, old), reset(key), after)
-        return *current, after[1], 10 * rewards[env.agents[0]], *ends
+        return *current, after[1], 10 * rewards[env.agents[0]], done, won
 
     reset_all = jax.jit(jax.vmap(lambda seed: reset(jax.random.PRNGKey(seed))))
     return env, reset_all, jax.jit(jax.vmap(step))
@@ -221,9 +211,10 @@ class Smax(VectorEnv):
 
     def step(self, actions: np.ndarray) -> tuple:
         self.simulators, observations, after, *results = self._step(self.simulators, actions)
-        rewards, terminations, truncations, won = map(np.array, results)
+        rewards, dones, won = map(np.array, results)
         info = {"final_obs": [*zip(*map(np.array, after))], "final_info": {"won": won}}
-        return observations, rewards, terminations, truncations, info
+        # Detail: running out of time is a defeat, hence a termination
+        return observations, rewards, dones, np.zeros_like(dones), info
 
     def render(self) -> list[np.ndarray]:
         units, image = self.simulators[1].state, np.zeros((256, 256, 3), np.uint8)
@@ -243,7 +234,7 @@ class Episode(NamedTuple):
     filled: Tensor  # (T+1,) bool: False in padding
     actions: Tensor  # (T, n): u^a
     rewards: Tensor  # (T, 1): r, of the team
-    terminations: Tensor  # (T, 1): 1 at the last step, unless it is bootstrapped
+    terminations: Tensor  # (T, 1): 1 at the last step, unless it was truncated
 
 
 class Environments:
@@ -254,7 +245,7 @@ class Environments:
     """
 
     def __init__(self, args: Args, num_envs: int) -> None:
-        self.args, self.num_envs, self.envs = args, num_envs, make_envs(args, num_envs)
+        self.num_envs, self.envs = num_envs, make_envs(args, num_envs)
         obs, state, avail_actions = self.envs.single_observation_space
         self.shape = Shape(*avail_actions.shape, obs.shape[-1], state.shape[-1])
 
@@ -284,8 +275,7 @@ class Environments:
         won = info.get("final_info", {}).get("won", np.zeros(self.num_envs))
         for i in np.flatnonzero(dones):
             if not np.isnan(won[i]):  # NaN: the game crashed
-                bootstrap = self.args.bootstrap_truncation and not terminations[i]
-                episode = make_episode(self.steps[i], info["final_obs"][i], bootstrap)
+                episode = make_episode(self.steps[i], info["final_obs"][i], terminations[i])
                 self.finished.append(episode)
                 self.episodes[i] = (float(episode.rewards.sum()), len(episode.rewards))
                 self.wins[i] = float(won[i])
@@ -299,15 +289,14 @@ class Environments:
         return dones
 
 
-def make_episode(steps: list[tuple], final_obs: tuple, bootstrap: bool) -> Episode:
+def make_episode(steps: list[tuple], final_obs: tuple, terminated: bool) -> Episode:
     """The Episode of steps (obs, state, avail_actions, actions, reward)."""
     rows = zip(*steps, (*final_obs, *steps[-1][3:]))
     obs, state, avail_actions, actions, rewards = (torch.from_numpy(np.stack(x)) for x in rows)
-    filled, terminations = torch.ones(len(obs), dtype=torch.bool), torch.zeros(len(steps), 1)
-    terminations[-1] = not bootstrap
-    rewards = rewards[:-1, None].float()
-    steps = (obs.float(), state.float(), avail_actions.bool(), filled, actions[:-1], rewards)
-    return Episode(*steps, terminations)
+    filled, terminations = torch.ones(len(obs)).bool(), torch.zeros(len(steps), 1)
+    terminations[-1] = float(terminated)
+    inputs = (obs.float(), state.float(), avail_actions.bool(), filled)
+    return Episode(*inputs, actions[:-1], rewards[:-1, None].float(), terminations)
 
 
 class Agent(nn.Module):
@@ -386,7 +375,7 @@ class Networks(nn.Module):
 
 
 class EpisodeReplay:
-    """The last `buffer_size` episodes; how many were added, and updates made, in all."""
+    """The last `buffer_size` episodes, and counts of those added and of updates."""
 
     def __init__(self, buffer_size: int) -> None:
         self.episodes, self.added, self.num_updates = deque(maxlen=buffer_size), 0, 0
@@ -417,16 +406,14 @@ class EpisodeReplay:
 def td_lambda_targets(batch: Episode, next_values, gamma, td_lambda) -> Tensor:
     r"""Targets y (T, B, ...); next_values[t] is Q'_{t+1}.
 
-    y_t = r_t + \gamma ((1 - \lambda) Q'_{t+1} + \lambda y_{t+1}), where \gamma is 0 at terminations
-    and \lambda at an episode's last step; [QMIX] has \lambda = 0. As in [PENG], random actions are
-    not corrected for.
+    y_t = r_t + \gamma (Q'_{t+1} + \lambda (y_{t+1} - Q'_{t+1})); \gamma is 0 at terminations,
+    \lambda at an episode's last step and in [QMIX]. As in [PENG], random actions are not corrected.
     """
     discounts = gamma * (1 - batch.terminations)
-    continues = torch.cat([batch.filled[2:], torch.zeros_like(batch.filled[:1])])[..., None]
-    lambdas = td_lambda * continues.to(discounts)
-    targets = batch.rewards + discounts * (1 - lambdas) * next_values
+    targets = batch.rewards + discounts * next_values
     for t in reversed(range(len(targets) - 1)):
-        targets[t] += discounts[t] * lambdas[t] * targets[t + 1]
+        lambdas = td_lambda * batch.filled[t + 2, :, None]
+        targets[t] += discounts[t] * lambdas * (targets[t + 1] - next_values[t])
     return targets
 
 
@@ -509,13 +496,11 @@ def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[floa
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or a checkpoint."""
-    if args.batch_size > args.buffer_size:
-        sys.exit("error: --batch-size exceeds --buffer-size")
     N = args.num_envs
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
     envs = Environments(args, N)
-    # StarCraft II is not launched again for tests, which drop unfinished episodes
+    # StarCraft II is not launched twice; its tests drop unfinished episodes
     test_envs = envs if args.env_id.startswith("smac/") else Environments(args, N)
     networks = Networks(args, envs.shape).to(device)
     target_networks = copy.deepcopy(networks)
@@ -530,7 +515,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 
     # Everything a checkpoint must hold
     parts = {"networks": networks, "target_networks": target_networks, "replay": replay}
-    parts[type(optimizer).__name__] = optimizer  # Trap: RMSprop's state does not fit Adam
+    parts["optimizer"] = optimizer
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
@@ -546,7 +531,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         for group, learning_rate in zip(groups, learning_rates):
             group["lr"] = learning_rate * fraction
         progress = min(1, global_step / args.epsilon_anneal_time)
-        epsilon = args.epsilon_start + progress * (args.epsilon_finish - args.epsilon_start)
+        epsilon = 1 + progress * (args.epsilon_finish - 1)
 
         # Collect one step from each environment
         actions, hidden = select_actions(networks.agent, envs, hidden, epsilon)
@@ -556,7 +541,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         replay.add(envs.finished)
         run.log_episodes(global_step, envs.episodes)
         if envs.wins:
-            run.log(global_step, {"charts/battle_won": np.mean(list(envs.wins.values()))})
+            run.log(global_step, "charts", {"battle_won": np.mean(list(envs.wins.values()))})
 
         # Update on minibatches of episodes
         updates_due = int((replay.added - args.batch_size + 1) * args.updates_per_episode)
@@ -574,16 +559,15 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if global_step % args.test_interval < N or global_step >= last_step:
             test_envs.reset(seed_everything(args.seed, global_step, 2))
             returns, wins = play(networks.agent, test_envs, args.test_nepisode)
-            run.log(global_step, {"eval/episodic_return": np.mean(returns)})
-            run.log(global_step, {"eval/battle_won_rate": np.mean(wins)})
+            means = {"episodic_return": np.mean(returns), "battle_won_rate": np.mean(wins)}
+            run.log(global_step, "eval", means)
             if test_envs is envs:
                 envs.reset(0)
                 hidden = networks.agent.initial_hidden(N)
         if global_step % args.log_interval < N or global_step >= last_step:
-            run.log(global_step, {f"losses/{name}": value for name, value in metrics.items()})
+            run.log(global_step, "losses", metrics)
             scalars = {"learning_rate": groups[0]["lr"], "epsilon": epsilon}
-            scalars["updates"] = replay.num_updates
-            run.log(global_step, {f"charts/{name}": value for name, value in scalars.items()})
+            run.log(global_step, "charts", scalars | {"updates": replay.num_updates})
             run.progress(global_step)
 
     envs.envs.close()
@@ -605,7 +589,7 @@ class Smac(gym.Env):
             from smac.env import StarCraft2Env
         except ImportError as error:  # Trap: PyPI's smac is another project
             sys.exit(f"error: pip install git+https://github.com/oxwhirl/smac first ({error})")
-        self.env = StarCraft2Env(map_name, continuing_episode=True)  # which reports the time limit
+        self.env = StarCraft2Env(map_name)
         self.close = self.env.close
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that `close` is called
         info = self.env.get_env_info()
@@ -628,13 +612,12 @@ class Smac(gym.Env):
 
     def step(self, actions: np.ndarray) -> tuple:
         reward, done, info = self.env.step(actions)  # Trap: 0, True, {} after a crash
-        truncated = info.get("episode_limit", False)
         info = {"won": float(info.get("battle_won", math.nan))}
-        return self.observe(), reward, done and not truncated, truncated, info
+        return self.observe(), reward, done, False, info
 
 
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
-    """Returns of `args.eval_episodes` greedy episodes. Adds their victories to `model`."""
+    """Returns of greedy episodes, whose victories are added to `model`."""
     envs = Environments(args, min(args.num_envs, args.eval_episodes))
     networks = Networks(args, envs.shape)
     networks.load_state_dict(model["networks"])
@@ -668,13 +651,11 @@ def load_checkpoint(path: Path) -> dict:
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            intact = zipfile.ZipFile(file).testzip() is None  # Trap: torch.load does not check
-            if intact and checkpoint["script"] == SCRIPT:
-                return checkpoint
-            reason = "damaged, or of another script"
+            if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
+                raise OSError("damaged, or of another script")  # Trap: torch.load does not check
+            return checkpoint
         except Exception as error:  # of many kinds
-            reason = error
-        print(f"note: {file} is no checkpoint of {SCRIPT}.py: {reason}")
+            print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
@@ -703,7 +684,7 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            options |= {"sync_tensorboard": True}
+            options["sync_tensorboard"] = True
             try:
                 wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **options)
             except wandb.errors.CommError:  # for example, that run was deleted
@@ -713,20 +694,20 @@ class Run:
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
         self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
-    def log(self, global_step: int, scalars: dict) -> None:
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, global_step)
+    def log(self, global_step: int, group: str, scalars: dict) -> None:
+        for name, value in scalars.items():
+            self.writer.add_scalar(f"{group}/{name}", value, global_step)
 
     def log_episodes(self, global_step: int, episodes: dict) -> None:
         if episodes:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            self.log(global_step, {"charts/episodic_return": returns.mean()})
-            self.log(global_step, {"charts/episodic_length": lengths.mean()})
+            means = {"episodic_return": returns.mean(), "episodic_length": lengths.mean()}
+            self.log(global_step, "charts", means)
 
     def progress(self, global_step: int) -> None:
-        self.log(global_step, {"charts/SPS": global_step / (time.time() - self.started)})
+        self.log(global_step, "charts", {"SPS": global_step / (time.time() - self.started)})
         if self.recent_returns:
             self.bar.set_postfix_str(f"return {np.mean(self.recent_returns):.1f}", refresh=False)
         self.bar.update(global_step - self.bar.n)
@@ -755,7 +736,7 @@ class Run:
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
         returns = evaluate(args, model, self.folder)
-        self.log(global_step, {"eval/episodic_return": np.mean(returns)})
+        self.log(global_step, "eval", {"episodic_return": np.mean(returns)})
         self.writer.close()
         result = {name: x for name, x in model.items() if name not in names}
         result |= {"episodic_return": returns, "torch": torch.__version__}

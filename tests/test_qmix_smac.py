@@ -247,10 +247,9 @@ def test_each_agent_explores_for_itself_among_available_actions():
 
 
 @quick
-@pytest.mark.parametrize("bootstrap", [False, True])
-def test_episodes_hold_what_happened(games, bootstrap):
+def test_episodes_hold_what_happened(games):
     """Against games that are played beside them, one by one."""
-    envs, rng = Environments(Args(bootstrap_truncation=bootstrap), 3), np.random.default_rng(0)
+    envs, rng = Environments(Args(), 3), np.random.default_rng(0)
     envs.reset(5)
     plain, num_episodes = [Game() for _ in range(3)], 0
     observed = [[game.reset(seed=5 + i)[0]] for i, game in enumerate(plain)]
@@ -273,8 +272,7 @@ def test_episodes_hold_what_happened(games, bootstrap):
                 assert episode.filled.tolist() == [True] * (T + 1)
                 assert (episode.actions.numpy() == taken[i]).all()
                 assert episode.rewards[:, 0].tolist() == rewards[i]
-                last = float(terminated or not bootstrap)
-                assert episode.terminations[:, 0].tolist() == [0.0] * (T - 1) + [last]
+                assert episode.terminations[:, 0].tolist() == [0.0] * (T - 1) + [terminated]
                 assert envs.episodes[i] == (sum(rewards[i]), T) and envs.wins[i] == info["won"]
                 observed[i], taken[i], rewards[i] = [game.reset()[0]], [], []
                 num_episodes += 1
@@ -409,10 +407,7 @@ def test_training_resumes_exactly_also_with_changes(games, monkeypatch, tmp_path
 
 
 def test_what_would_go_wrong_is_refused(games, finished, monkeypatch, tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"error: [^\n]+$"):
-        train(q, tmp_path / "wrong", **SMALL | dict(batch_size=25))
-    assert not (tmp_path / "wrong").exists()
-    with pytest.raises((SystemExit, KeyError), match="Adam"):
+    with pytest.raises(KeyError, match="exp_avg"):
         resume(q, finished.folder, tmp_path / "other", optimizer="adam", total_timesteps=900)
     monkeypatch.setattr(Game, "payoffs", np.full((3, 3), np.inf))
     with pytest.raises(FloatingPointError):
@@ -451,7 +446,7 @@ def test_smax_depends_on_its_seed_and_is_compiled_once():
 
 def test_battles_of_smax():
     """Rewards, ends, victories, scaling and restarts agree with the units' health."""
-    envs, rng, ends = Environments(Args(bootstrap_truncation=True), 2), np.random.default_rng(0), []
+    envs, rng, ends = Environments(Args(), 2), np.random.default_rng(0), []
     envs.reset(3)
     for _ in range(250):
         units, avail = envs.envs.simulators[1].state, envs.avail_actions
@@ -477,7 +472,7 @@ def test_battles_of_smax():
     assert 0 < sum(ends) < len(ends)
 
 
-def test_smax_draws_units_and_tells_truncation_from_termination():
+def test_smax_draws_units_and_ends_battles_in_time():
     smax = q.Smax("3m", 2)
     smax.reset(seed=1)
     colors = {tuple(color) for color in smax.render()[0].reshape(-1, 3).tolist()}
@@ -486,7 +481,7 @@ def test_smax_draws_units_and_tells_truncation_from_termination():
     late = state.state.replace(step=state.state.step + np.array([99, 100], np.int32))
     smax.simulators = (keys, state.replace(state=late))
     _, _, terminations, truncations, info = smax.step(np.full((2, 3), 4))
-    assert truncations.tolist() == [False, True] and not terminations.any()
+    assert terminations.tolist() == [False, True] and not truncations.any()
     assert not info["final_info"]["won"].any()
     assert np.array(smax.simulators[1].state.step).tolist() == [100, 0]
 
@@ -496,17 +491,13 @@ def test_smax_draws_units_and_tells_truncation_from_termination():
 # One agent wins with action 1 in its third step; action 2, on the map toy, is a crash of the game
 MOCK = """
 import os
-from multiprocessing import parent_process
 from types import SimpleNamespace
 import numpy as np
 
 class StarCraft2Env:
     reward_death_value, reward_win, max_reward = 10, 200, 210
     _seed, _episode_count = None, 0
-    def __init__(self, map_name, continuing_episode=False):
-        protobuf = os.environ.get("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION")
-        assert protobuf == "python" or not parent_process()
-        assert continuing_episode
+    def __init__(self, map_name):
         self.crashes = map_name == "toy"
     def log(self, word):
         with open(os.environ["SC2_LOG"], "a") as file:
@@ -530,7 +521,7 @@ class StarCraft2Env:
             return 0, True, {}
         won, late = actions[0] == 1 and self.steps == 3, self.steps == 5
         self._episode_count += won or late
-        return 20.0 * won, won or late, {"battle_won": won, "episode_limit": late}
+        return 20.0 * won, won or late, {"battle_won": won}
     def close(self):
         if self._episode_count:
             self.log("close")
@@ -548,7 +539,7 @@ def mock(tmp_path, monkeypatch):
 
 
 def test_games_of_starcraft_go_on_from_episode_to_episode(mock):
-    envs = Environments(Args(env_id="smac/toy", bootstrap_truncation=True), 2)
+    envs = Environments(Args(env_id="smac/toy"), 2)
     assert envs.shape == (1, 3, 2, 3)
     envs.reset(11)
     assert envs.obs[:, 0, 1].tolist() == [11, 12]
@@ -563,7 +554,7 @@ def test_games_of_starcraft_go_on_from_episode_to_episode(mock):
     assert envs.step(np.array([[2], [0]])).tolist() == [True, False] and not envs.finished
     assert not envs.episodes and not envs.wins  # a crashed episode is dropped
     assert envs.step(np.array([[0], [0]])).tolist() == [False, True]
-    assert envs.wins == {1: 0.0} and envs.finished[0].terminations[-1] == 0  # the time limit
+    assert envs.wins == {1: 0.0} and envs.finished[0].terminations[-1] == 1  # the time limit
     envs.envs.close()
     assert sorted(mock.read_text().split()) == ["close", "close", "launch", "launch"]
 
