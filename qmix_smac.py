@@ -412,8 +412,8 @@ def td_lambda_targets(batch: Episode, next_values, gamma, td_lambda) -> Tensor:
     discounts = gamma * (1 - batch.terminations)
     targets = batch.rewards + discounts * next_values
     for t in reversed(range(len(targets) - 1)):
-        lambdas = td_lambda * batch.filled[t + 2, :, None]
-        targets[t] += discounts[t] * lambdas * (targets[t + 1] - next_values[t])
+        decay = td_lambda * discounts[t] * batch.filled[t + 2, :, None]
+        targets[t] += decay * (targets[t + 1] - next_values[t])
     return targets
 
 
