@@ -284,10 +284,10 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """
     delta = rewards + gamma * next_values * ~terminations - values
     decay = gamma * gae_lambda * (~(terminations | truncations)).to(delta)
-    advantages, advantage = torch.zeros_like(delta), 0
-    for t in reversed(range(len(delta))):
-        advantages[t] = advantage = delta[t] + decay[t] * advantage
-    return advantages
+    advantages, decay = delta.cpu().numpy(), decay.cpu().numpy()  # in which loops are faster
+    for t in reversed(range(len(advantages) - 1)):
+        advantages[t] += decay[t] * advantages[t + 1]
+    return torch.from_numpy(advantages).to(delta)
 
 
 def ppo_loss(agent: Agent, minibatch: tuple, args: Args) -> tuple[Tensor, dict]:
