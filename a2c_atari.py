@@ -336,9 +336,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             run.save_checkpoint(global_step)
             seed = seed_everything(args.seed, global_step)  # the same at a resume
             obs = envs.reset(seed, folder / "videos" / str(global_step))
-        fraction = 1 - global_step / last_step if args.anneal_lr else 1
-        for group, learning_rate in zip(groups, learning_rates):
-            group["lr"] = learning_rate * fraction
+        if args.anneal_lr:
+            for group, learning_rate in zip(groups, learning_rates):
+                group["lr"] = learning_rate * (1 - global_step / last_step)
 
         # Collect T steps in each environment, keeping their graph: [A3C] Alg. S3, inner "repeat"
         logprobs, values, entropies = [], [], []
@@ -377,7 +377,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if global_step // batch_size % args.log_interval == 0 or global_step >= last_step:
             metrics["explained_variance"] = 1 - (returns - values.detach()).var() / returns.var()
             run.log(global_step, "losses", metrics)
-            run.log(global_step, "charts", {"learning_rate": group["lr"]})
+            run.log(global_step, "charts", {"learning_rate": groups[0]["lr"]})
             run.progress(global_step)
 
     envs.envs.close()

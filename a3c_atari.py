@@ -413,9 +413,9 @@ def actor_learner(
             steps[rank] += len(rollout)
             rollout = [torch.as_tensor(np.stack(x), device=device) for x in zip(*rollout)]
             rollout += [first_state, bootstrap]  # gradients stop at first_state
-            fraction = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
-            for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-                group["lr"] = learning_rate * fraction
+            if args.anneal_lr:
+                for group, learning_rate in zip(optimizer.param_groups, learning_rates):
+                    group["lr"] = learning_rate * (1 - global_step / args.total_timesteps)
             metrics = update(local_model, shared_model, optimizer, rollout, args)
             global_step, updates = int(steps.sum()), updates + 1
             if rank == 0 and updates % args.log_interval == 0:

@@ -362,9 +362,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             run.save_checkpoint(global_step)
             seed = seed_everything(args.seed, global_step)  # the same at a resume
             current_obs = envs.reset(seed, folder / "videos" / str(global_step))
-        fraction = 1 - global_step / last_step if args.anneal_lr else 1
-        for group, learning_rate in zip(groups, learning_rates):
-            group["lr"] = learning_rate * fraction
+        if args.anneal_lr:
+            for group, learning_rate in zip(groups, learning_rates):
+                group["lr"] = learning_rate * (1 - global_step / last_step)
 
         # Collect T steps in each environment: [PPO] Alg. 1, line 3
         steps = []

@@ -6,7 +6,7 @@
 #     "huggingface-hub==2.4.0",
 # ]
 # ///
-r"""QMIX on SMAX, StarCraft-like battles simulated in JAX; on StarCraft II with smac/MAP.
+r"""QMIX on SMAX (battles like StarCraft's, in JAX), or with smac/MAP on StarCraft II.
 
 Each agent estimates the values of its actions from its own observations. In training, a mixing
 network that sees the global state combines the chosen actions' values into Q_tot, the value of the
@@ -25,13 +25,13 @@ the agents' greedy actions are the greedy joint action, and acting needs no mixe
     \theta   networks                    agent and mixer; \theta^- is target_networks
 
 Differences from the paper and from PyMARL, its implementation (reasons: docs/qmix_smac.md):
-  * For speed: 32 environments, an update for four episodes, Adam, TD(0.8); target networks are
-    copied by updates, not episodes. PyMARL: `--num-envs 1 --updates-per-episode 1 --td-lambda 0
-    --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4 --no-anneal-lr
-    --test-interval 10000 --total-timesteps 2050000`.
-  * As in PyMARL, hypernetworks have two layers, Eq. (6) is a mean, and a battle's time limit is a
-    termination (PyMARL bootstraps if the environment reports it). Truncations are bootstrapped.
-  * Updates happen in the middle of other environments' episodes, so hidden states mix parameters.
+  * For speed: 32 environments, one update per four episodes, annealed Adam, TD(0.8); target
+    copies are counted in updates, not episodes. PyMARL: `--num-envs 1 --updates-per-episode 1
+    --td-lambda 0 --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4
+    --no-anneal-lr --test-interval 10000 --total-timesteps 2050000`.
+  * As in PyMARL: double Q-learning, weights from two layers, Eq. (6) as a mean, a battle's time
+    limit as a termination. Truncations are bootstrapped (PyMARL: if the environment reports them).
+  * Updates happen during other environments' episodes, so their hidden states are partly stale.
   * SMAX's rewards are multiplied by 10; its state is scaled.
   * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
 
@@ -87,8 +87,8 @@ class Args:
     hypernet_embed: int = 64  # width of the hypernetworks
     gamma: float = 0.99  # discount factor
     double_q: bool = True  # double Q-learning, [DDQN]
-    td_lambda: float = 0.8  # lambda of the targets; 0: one-step. [TRICK] has 0.6
-    epsilon_finish: float = 0.05  # final probability of a random action; at first 1
+    td_lambda: float = 0.8  # lambda of the targets; 0: one-step
+    epsilon_finish: float = 0.05  # epsilon is annealed from 1 to this
     epsilon_anneal_time: int = 50_000  # steps to anneal epsilon over
     buffer_size: int = 5_000  # episodes in the replay buffer
     batch_size: int = 32  # B: episodes in a minibatch
@@ -114,7 +114,7 @@ class Args:
     save_model: bool = True
     upload_model: bool = False  # upload it to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
-    checkpoint_interval: int = 100_000  # steps between checkpoints
+    checkpoint_interval: int = 250_000  # steps between checkpoints
     run_folder: str | None = None  # start or resume the run in this folder
     resume: str | None = None  # resume the run in this folder
     evaluate: str | None = None  # evaluate this model or run folder
@@ -129,13 +129,13 @@ def make_envs(args: Args, num_envs: int) -> VectorEnv:
 
     Needed is gymnasium's vector interface in SAME_STEP autoreset mode:
 
-    single_observation_space: of `make_space`: a Tuple of the agents' observations (n, O), the
-        global state (S,), and the available actions (n, A), at least one for each agent.
+    single_observation_space: from `make_space`, a Tuple of the agents' observations (n, O), the
+        global state (S,), and the available actions (n, A), at least one per agent.
     reset(seed=...): a tuple of these arrays for N environments, (N, n, O) and so on, and a dict.
         For exact resume, seed and actions must determine all that follows.
     step(actions (N, n)): the same arrays, rewards, terminations, truncations (N,), info. Where an
-        episode ended, the arrays are the next one's first, and info["final_obs"][i] is the tuple
-        of environment i's last. info["final_info"]["won"] (N,) is optional; NaN drops the episode.
+        episode ended, the arrays belong to the next, and info["final_obs"][i] is the tuple of
+        its last. info["final_info"]["won"] (N,) is 0 if missing, and NaN to drop an episode.
     render(): only for --capture-video; an image (height, width, 3) per environment.
 
     SyncVectorEnv([MyGame] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP) does this for a
@@ -175,7 +175,7 @@ def make_smax(map_name: str) -> tuple:
         features = obs[:, -len(env.own_features) :].clip(0, 1).ravel()
         types = state.state.unit_types / (env.unit_type_bits - 1)
         world = jnp.concatenate([features, state.state.unit_teams, types])
-        # Trap: weak types, which reset and step differ in, compile twice
+        # Trap: reset and step differ in weak types, and would compile twice
         simulator = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), (key, state))
         return simulator, (obs[:n], world, avail_actions)
 
@@ -210,10 +210,10 @@ class Smax(VectorEnv):
         return observations, {}
 
     def step(self, actions: np.ndarray) -> tuple:
-        self.simulators, observations, after, *results = self._step(self.simulators, actions)
+        self.simulators, observations, final, *results = self._step(self.simulators, actions)
         rewards, dones, won = map(np.array, results)
-        info = {"final_obs": [*zip(*map(np.array, after))], "final_info": {"won": won}}
-        # Detail: running out of time is a defeat, hence a termination
+        info = {"final_obs": list(zip(*map(np.array, final))), "final_info": {"won": won}}
+        # Detail: the time limit is a defeat, hence a termination
         return observations, rewards, dones, np.zeros_like(dones), info
 
     def render(self) -> list[np.ndarray]:
@@ -226,7 +226,7 @@ class Smax(VectorEnv):
 
 
 class Episode(NamedTuple):
-    """An episode of T steps, or a minibatch, whose tensors have a second axis (B)."""
+    """An episode of T steps; in a minibatch, each tensor has a second axis (B)."""
 
     obs: Tensor  # (T+1, n, O): o^a
     state: Tensor  # (T+1, S): s, for the mixer only
@@ -265,9 +265,9 @@ class Environments:
         if self.video_folder:
             self.frames.append(self.envs.render()[0])
         observations, rewards, terminations, truncations, info = self.envs.step(actions)
-        step = zip(self.obs, self.state, self.avail_actions, actions, rewards)
-        for steps, transition in zip(self.steps, step):
-            steps.append(transition)
+        rows = zip(self.obs, self.state, self.avail_actions, actions, rewards)
+        for steps, row in zip(self.steps, rows):
+            steps.append(row)
         self.observe(observations)
         self.last_actions = actions.copy()
         self.episodes, self.wins, self.finished = {}, {}, []
@@ -291,8 +291,8 @@ class Environments:
 
 def make_episode(steps: list[tuple], final_obs: tuple, terminated: bool) -> Episode:
     """The Episode of steps (obs, state, avail_actions, actions, reward)."""
-    rows = zip(*steps, (*final_obs, *steps[-1][3:]))
-    obs, state, avail_actions, actions, rewards = (torch.from_numpy(np.stack(x)) for x in rows)
+    columns = zip(*steps, (*final_obs, *steps[-1][3:]))  # the last action, reward are cut off below
+    obs, state, avail_actions, actions, rewards = (torch.from_numpy(np.stack(x)) for x in columns)
     filled, terminations = torch.ones(len(obs)).bool(), torch.zeros(len(steps), 1)
     terminations[-1] = float(terminated)
     inputs = (obs.float(), state.float(), avail_actions.bool(), filled)
@@ -315,7 +315,7 @@ class Agent(nn.Module):
         return self.head.weight.new_zeros(num_envs, self.shape.n_agents, self.hidden_dim)
 
     def forward(self, obs, last_actions, filled, hidden) -> tuple[Tensor, Tensor]:
-        """Values (T, B, n, A) of T steps from `hidden` (B, n, H) on, and the last hidden states.
+        """Values (T, B, n, A) from `hidden` (B, n, H) on; hidden states of the longest episodes.
 
         last_actions (T, B, n) are -1 at an episode's start. To save time, padding (where `filled`
         (T, B) is False) is skipped; its values are 0.
@@ -370,7 +370,7 @@ class Networks(nn.Module):
             self.mixer = QMixer(shape, args.mixing_embed_dim, args.hypernet_embed)
         elif args.mixer == "vdn":  # [VDN] Sec. 3: Q_tot is the sum of the agents' values
             self.mixer = lambda qvals, state: qvals.sum(dim=-1, keepdim=True)
-        else:  # [IQL]: each agent's value learns the team's return
+        elif args.mixer == "none":  # [IQL]: each agent's value learns the team's return
             self.mixer = lambda qvals, state: qvals
 
 
@@ -386,7 +386,7 @@ class EpisodeReplay:
 
     def sample(self, batch_size: int) -> Episode:
         """A minibatch of different episodes."""
-        indices = torch.randperm(len(self.episodes))[:batch_size]
+        indices = torch.ones(len(self.episodes)).multinomial(batch_size)
         episodes = [self.episodes[i] for i in indices]
         episodes.sort(key=lambda episode: -len(episode.rewards))
         return Episode(*map(pad_sequence, zip(*episodes)))
@@ -406,26 +406,26 @@ class EpisodeReplay:
 def td_lambda_targets(batch: Episode, next_values, gamma, td_lambda) -> Tensor:
     r"""Targets y (T, B, ...); next_values[t] is Q'_{t+1}.
 
-    y_t = r_t + \gamma (Q'_{t+1} + \lambda (y_{t+1} - Q'_{t+1})); \gamma is 0 at terminations,
-    \lambda at an episode's last step and in [QMIX]. As in [PENG], random actions are not corrected.
+    y_t = r_t + \gamma ((1 - \lambda) Q'_{t+1} + \lambda y_{t+1}); \gamma = 0 at terminations,
+    \lambda = 0 at an episode's last step and in [QMIX]. As in [PENG], off-policy, uncorrected.
     """
     discounts = gamma * (1 - batch.terminations)
     targets = batch.rewards + discounts * next_values
-    for t in reversed(range(len(targets) - 1)):
-        decay = td_lambda * discounts[t] * batch.filled[t + 2, :, None]
-        targets[t] += decay * (targets[t + 1] - next_values[t])
+    decay = td_lambda * discounts[:-1] * batch.filled[2:, :, None].to(discounts)
+    for t in reversed(range(len(decay))):
+        targets[t] += decay[t] * (targets[t + 1] - next_values[t])
     return targets
 
 
 def qmix_loss(networks, target_networks, batch: Episode, args: Args) -> tuple[Tensor, dict]:
-    r"""[QMIX] Eq. (6) as a mean, which is minimized, and metrics; all are scalars.
+    r"""The loss, [QMIX] Eq. (6) as a mean, and a dict of metrics.
 
     L = 1/P \sum (y^tot - Q_tot(\tau, u, s))^2,   y^tot = r + \gamma Q_tot(\tau', u', s'; \theta^-)
 
     u' are the agents' greedy actions, by the online network with double_q ([DDQN]). They maximize
     Q_tot because it is monotone ([QMIX] Eqs. (4), (5)).
     """
-    mask, actions = batch.filled[1:], batch.actions
+    mask, actions = batch.filled[1:], batch.actions  # mask (T, B): no padding
     last_actions = torch.cat([torch.full_like(actions[:1], -1), actions])  # (T+1, B, n)
     inputs = (batch.obs, last_actions, batch.filled, networks.agent.initial_hidden(len(mask[0])))
     agent_qs, _ = networks.agent(*inputs)  # (T+1, B, n, A)
@@ -500,15 +500,13 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
     envs = Environments(args, N)
-    # StarCraft II is not launched twice; its tests drop unfinished episodes
+    # Tests share StarCraft II with training, whose unfinished episodes they drop
     test_envs = envs if args.env_id.startswith("smac/") else Environments(args, N)
     networks = Networks(args, envs.shape).to(device)
     target_networks = copy.deepcopy(networks)
-    parameters, lr = networks.parameters(), args.learning_rate
-    if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(parameters, lr)
-    else:
-        optimizer = torch.optim.RMSprop(parameters, lr, alpha=0.99, eps=1e-5)
+    rmsprop = functools.partial(torch.optim.RMSprop, alpha=0.99, eps=1e-5)
+    optimizers = {"adam": torch.optim.Adam, "rmsprop": rmsprop}
+    optimizer = optimizers[args.optimizer](networks.parameters(), args.learning_rate)
     groups = optimizer.param_groups
     learning_rates = [group["lr"] for group in groups]
     replay = EpisodeReplay(args.buffer_size)
@@ -527,9 +525,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             seed = seed_everything(args.seed, global_step)  # the same at a resume
             envs.reset(seed, folder / "videos" / str(global_step) if args.capture_video else None)
             hidden, metrics = networks.agent.initial_hidden(N), {}
-        fraction = 1 - global_step / last_step if args.anneal_lr else 1
-        for group, learning_rate in zip(groups, learning_rates):
-            group["lr"] = learning_rate * fraction
+        if args.anneal_lr:
+            for group, learning_rate in zip(groups, learning_rates):
+                group["lr"] = learning_rate * (1 - global_step / last_step)
         progress = min(1, global_step / args.epsilon_anneal_time)
         epsilon = 1 + progress * (args.epsilon_finish - 1)
 
@@ -551,7 +549,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             batch = Episode(*(tensor.to(device) for tensor in batch))._replace(filled=filled)
             metrics = update(networks, target_networks, optimizer, batch, args)
             if not metrics["grad_norm"].isfinite():
-                raise FloatingPointError(f"the gradient is not finite at step {global_step}")
+                raise FloatingPointError(f"infinite gradient at step {global_step}")
             replay.num_updates += 1
             if replay.num_updates % args.target_update_interval == 0:
                 target_networks.load_state_dict(networks.state_dict())
@@ -562,7 +560,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             means = {"episodic_return": np.mean(returns), "battle_won_rate": np.mean(wins)}
             run.log(global_step, "eval", means)
             if test_envs is envs:
-                envs.reset(0)
+                envs.reset(global_step)
                 hidden = networks.agent.initial_hidden(N)
         if global_step % args.log_interval < N or global_step >= last_step:
             run.log(global_step, "losses", metrics)
@@ -591,7 +589,7 @@ class Smac(gym.Env):
             sys.exit(f"error: pip install git+https://github.com/oxwhirl/smac first ({error})")
         self.env = StarCraft2Env(map_name)
         self.close = self.env.close
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that `close` is called
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `close` is called
         info = self.env.get_env_info()
         n, A = info["n_agents"], info["n_actions"]
         self.observation_space = make_space(n, A, info["obs_shape"], info["state_shape"])
