@@ -301,8 +301,8 @@ def test_exploration_and_what_is_logged(tmp_path):
     losses = [(step, tags) for step, _, tags in tape.messages if tags]
     assert [step for step, _ in losses] == [update["steps"] for update in tape.updates][6::7]
     for _, tags in losses:
-        assert 0 < tags["losses/entropy"] < np.log(4) + 1e-6
-        assert tags["charts/learning_rate"] == 1e-4
+        assert 0 < tags["losses"]["entropy"] < np.log(4) + 1e-6
+        assert tags["charts"]["learning_rate"] == 1e-4
 
 
 def test_workers_seeds_and_checkpoints_have_different_episodes_and_random_numbers(tmp_path):
