@@ -322,14 +322,12 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     rmsprop = torch.optim.RMSprop if args.torch_rmsprop else RMSprop
     flags = (args.learning_rate, args.rmsprop_alpha, args.rmsprop_eps)
     optimizer = rmsprop(agent.parameters(), *flags)
-    groups = optimizer.param_groups
-    learning_rates = [group["lr"] for group in groups]
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
 
     parts = {"agent": agent, "optimizer": optimizer}  # everything a checkpoint must hold
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, folder, checkpoint, parts, last_step)
-    optimizer.param_groups = groups  # the flags', not the checkpoint's
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
@@ -337,7 +335,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             seed = seed_everything(args.seed, global_step)  # the same at a resume
             obs = envs.reset(seed, folder / "videos" / str(global_step))
         if args.anneal_lr:
-            for group, learning_rate in zip(groups, learning_rates):
+            for group, learning_rate in zip(optimizer.param_groups, learning_rates):
                 group["lr"] = learning_rate * (1 - global_step / last_step)
 
         # Collect T steps in each environment, keeping their graph: [A3C] Alg. S3, inner "repeat"
@@ -377,7 +375,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if global_step // batch_size % args.log_interval == 0 or global_step >= last_step:
             metrics["explained_variance"] = 1 - (returns - values.detach()).var() / returns.var()
             run.log(global_step, "losses", metrics)
-            run.log(global_step, "charts", {"learning_rate": groups[0]["lr"]})
+            run.log(global_step, "charts", {"learning_rate": optimizer.param_groups[0]["lr"]})
             run.progress(global_step)
 
     envs.envs.close()
@@ -468,6 +466,8 @@ class Run:
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
+            for group in getattr(part, "param_groups", ()):
+                group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
@@ -482,7 +482,6 @@ class Run:
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
-        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
     def log(self, global_step: int, group: str, scalars: dict) -> None:
         for name, value in scalars.items():

@@ -439,10 +439,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     else:
         optimizer = SharedRMSprop(model.parameters(), args.learning_rate, alpha=0.99, eps=1e-5)
 
-    parts, groups = {"agent": model, "optimizer": optimizer}, optimizer.param_groups
+    parts = {"agent": model, "optimizer": optimizer}
     global_step = checkpoint["global_step"] if checkpoint else 0
     run = Run(args, folder, checkpoint, parts, args.total_timesteps)
-    optimizer.param_groups = groups  # the flags', not the checkpoint's
 
     steps = torch.tensor([global_step] + [0] * (args.num_workers - 1)).share_memory_()
     start_steps = torch.full_like(steps, -1).share_memory_()
@@ -560,6 +559,8 @@ class Run:
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
+            for group in getattr(part, "param_groups", ()):
+                group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
@@ -574,7 +575,6 @@ class Run:
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
-        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
     def log(self, global_step: int, group: str, scalars: dict) -> None:
         for name, value in scalars.items():

@@ -435,11 +435,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 
     parts = {"agent": q_network, "target_network": target_network}
     parts |= {"optimizer": optimizer, "replay": replay}
-    groups = optimizer.param_groups
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
-    optimizer.param_groups = groups  # the flags', not the checkpoint's
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
     while global_step < last_step:
@@ -596,6 +594,8 @@ class Run:
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
+            for group in getattr(part, "param_groups", ()):
+                group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
@@ -610,7 +610,6 @@ class Run:
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
-        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
     def log(self, global_step: int, group: str, scalars: dict) -> None:
         for name, value in scalars.items():

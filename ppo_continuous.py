@@ -345,8 +345,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     envs = Environments(args, args.num_envs)
     agent = Agent(envs.obs_dim, envs.action_dim, args.log_std_init).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    groups = optimizer.param_groups
-    learning_rates = [group["lr"] for group in groups]
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
     act_fn, update_fn = accelerate(args) if args.compile else (act, update)
 
     # Everything a checkpoint must hold
@@ -355,7 +354,6 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, folder, checkpoint, parts, last_step)
-    optimizer.param_groups = groups  # the flags', not the checkpoint's
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
@@ -363,7 +361,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             seed = seed_everything(args.seed, global_step)  # the same at a resume
             current_obs = envs.reset(seed, folder / "videos" / str(global_step))
         if args.anneal_lr:
-            for group, learning_rate in zip(groups, learning_rates):
+            for group, learning_rate in zip(optimizer.param_groups, learning_rates):
                 group["lr"] = learning_rate * (1 - global_step / last_step)
 
         # Collect T steps in each environment: [PPO] Alg. 1, line 3
@@ -402,7 +400,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             raise FloatingPointError(f"the gradient is not finite at step {global_step}")
         metrics["explained_variance"] = 1 - (returns - values).var() / returns.var()
         run.log(global_step, "losses", metrics)
-        run.log(global_step, "charts", {"learning_rate": groups[0]["lr"]})
+        run.log(global_step, "charts", {"learning_rate": optimizer.param_groups[0]["lr"]})
         run.progress(global_step)
 
     envs.envs.close()
@@ -484,6 +482,8 @@ class Run:
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
+            for group in getattr(part, "param_groups", ()):
+                group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
@@ -498,7 +498,6 @@ class Run:
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
-        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
     def log(self, global_step: int, group: str, scalars: dict) -> None:
         for name, value in scalars.items():

@@ -291,7 +291,7 @@ class Environments:
 
 def make_episode(steps: list[tuple], final_obs: tuple, terminated: bool) -> Episode:
     """The Episode of steps (obs, state, avail_actions, actions, reward)."""
-    columns = zip(*steps, (*final_obs, *steps[-1][3:]))  # the last action, reward are cut off below
+    columns = zip(*steps, (*final_obs, *steps[-1][3:]))  # last action, reward are cut off below
     obs, state, avail_actions, actions, rewards = (torch.from_numpy(np.stack(x)) for x in columns)
     filled, terminations = torch.ones(len(obs)).bool(), torch.zeros(len(steps), 1)
     terminations[-1] = float(terminated)
@@ -500,15 +500,14 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
     envs = Environments(args, N)
-    # Tests share StarCraft II with training, whose unfinished episodes they drop
+    # Tests share StarCraft II with training, and drop unfinished episodes
     test_envs = envs if args.env_id.startswith("smac/") else Environments(args, N)
     networks = Networks(args, envs.shape).to(device)
     target_networks = copy.deepcopy(networks)
     rmsprop = functools.partial(torch.optim.RMSprop, alpha=0.99, eps=1e-5)
     optimizers = {"adam": torch.optim.Adam, "rmsprop": rmsprop}
     optimizer = optimizers[args.optimizer](networks.parameters(), args.learning_rate)
-    groups = optimizer.param_groups
-    learning_rates = [group["lr"] for group in groups]
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
     replay = EpisodeReplay(args.buffer_size)
 
     # Everything a checkpoint must hold
@@ -517,7 +516,6 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
-    optimizer.param_groups = groups  # the flags', not the checkpoint's
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
@@ -526,12 +524,12 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             envs.reset(seed, folder / "videos" / str(global_step) if args.capture_video else None)
             hidden, metrics = networks.agent.initial_hidden(N), {}
         if args.anneal_lr:
-            for group, learning_rate in zip(groups, learning_rates):
+            for group, learning_rate in zip(optimizer.param_groups, learning_rates):
                 group["lr"] = learning_rate * (1 - global_step / last_step)
         progress = min(1, global_step / args.epsilon_anneal_time)
         epsilon = 1 + progress * (args.epsilon_finish - 1)
 
-        # Collect one step from each environment
+        # Take one step in each environment
         actions, hidden = select_actions(networks.agent, envs, hidden, epsilon)
         dones = envs.step(actions)
         hidden[dones] = 0
@@ -564,7 +562,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 hidden = networks.agent.initial_hidden(N)
         if global_step % args.log_interval < N or global_step >= last_step:
             run.log(global_step, "losses", metrics)
-            scalars = {"learning_rate": groups[0]["lr"], "epsilon": epsilon}
+            scalars = {"learning_rate": optimizer.param_groups[0]["lr"], "epsilon": epsilon}
             run.log(global_step, "charts", scalars | {"updates": replay.num_updates})
             run.progress(global_step)
 
@@ -676,6 +674,8 @@ class Run:
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
+            for group in getattr(part, "param_groups", ()):
+                group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
@@ -690,7 +690,6 @@ class Run:
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
-        self.bar.mininterval = 0.1 if sys.stderr.isatty() else 10
 
     def log(self, global_step: int, group: str, scalars: dict) -> None:
         for name, value in scalars.items():

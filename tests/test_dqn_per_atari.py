@@ -514,12 +514,10 @@ def test_resumed_is_bit_identical(tmp_path, tiny, monkeypatch):
 
 
 @quick
-def test_flags_given_at_a_resume_count(tmp_path, tiny):
+def test_a_learning_rate_given_at_a_resume_counts(tmp_path, tiny):
     train(tmp_path / "run")
-    flags = dict(learning_rate=2e-3, adam_eps=1e-3)
-    last = resume(tmp_path / "run", total_timesteps=320, **flags)
-    (group,) = last["optimizer"]["param_groups"]
-    assert (group["lr"], group["eps"]) == (2e-3, 1e-3)
+    last = resume(tmp_path / "run", total_timesteps=320, learning_rate=2e-3)
+    assert last["optimizer"]["param_groups"][0]["lr"] == pytest.approx(2e-3, rel=1e-12)
 
 
 @quick

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, load, logged, resume, train
+from conftest import assert_resumes, assert_same, load, logged, resume, train
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import nn
 from torch.distributions import Independent, Laplace
@@ -322,6 +322,18 @@ def two_rates(parameters, lr, **options):
     *networks, log_std = reversed(list(parameters))
     groups = [{"params": networks}, {"params": [log_std], "lr": 10 * lr}]
     return torch.optim.AdamW(groups, lr, weight_decay=0.1, **options)
+
+
+def test_a_scheduled_learning_rate_is_kept_and_resumes(tmp_path, monkeypatch):
+    class Decaying(torch.optim.Adam):
+        def step(self, *args):
+            super().step(*args)
+            self.param_groups[0]["lr"] *= 0.9
+
+    monkeypatch.setattr(torch.optim, "Adam", Decaying)
+    whole = assert_resumes(ppo, tmp_path, **SMALL, anneal_lr=False)
+    optimizer = load(max(whole.glob("checkpoint_*")))["optimizer"]
+    assert optimizer["param_groups"][0]["lr"] == pytest.approx(3e-4 * 0.9**20, rel=1e-9)
 
 
 def test_changes_train_and_resume_exactly_and_compiled(tmp_path, monkeypatch, capsys):
