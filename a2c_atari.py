@@ -92,8 +92,8 @@ class Args:
     learning_rate: float = 7e-4  # RMSprop's step size
     anneal_lr: bool = False  # anneal it linearly to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
-    rmsprop_alpha: float = 0.99  # decay rate of the average of squared gradients
-    rmsprop_eps: float = 1e-5  # added to that average (with --torch-rmsprop: to its root)
+    rmsprop_alpha: float = 0.99  # decay rate of the mean squared gradient; kept at a resume
+    rmsprop_eps: float = 1e-5  # added to it (--torch-rmsprop: to its root); kept at a resume
     torch_rmsprop: bool = False  # use PyTorch's RMSprop
     frame_stack: int = 4  # frames per observation
     conv3_filters: int = 64  # filters of the third convolution
@@ -320,14 +320,16 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     envs = AtariEnvs(args, N)
     agent = Agent(envs.obs_shape, envs.num_actions, args.conv3_filters).to(device)
     rmsprop = torch.optim.RMSprop if args.torch_rmsprop else RMSprop
-    flags = (args.learning_rate, args.rmsprop_alpha, args.rmsprop_eps)
-    optimizer = rmsprop(agent.parameters(), *flags)
+    options = {"alpha": args.rmsprop_alpha, "eps": args.rmsprop_eps}
+    optimizer = rmsprop(agent.parameters(), args.learning_rate, **options)
     learning_rates = [group["lr"] for group in optimizer.param_groups]
 
     parts = {"agent": agent, "optimizer": optimizer}  # everything a checkpoint must hold
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, folder, checkpoint, parts, last_step)
+    for group in optimizer.param_groups if checkpoint else ():
+        group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
@@ -430,8 +432,10 @@ def seed_everything(*key: int) -> int:
 
 def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
-    torch.save(content, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    file = path.with_suffix(".tmp")
+    torch.save(content, file)
+    torch.load(file, "meta", mmap=True)  # numpy's numbers fail now, not at a resume
+    os.replace(file, path)
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -466,8 +470,6 @@ class Run:
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
-            for group in getattr(part, "param_groups", ()):
-                group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb

@@ -259,7 +259,7 @@ def compute_returns(rewards: Tensor, bootstrap: Tensor, gamma: float) -> Tensor:
 
     R \leftarrow r_i + \gamma R, from the last step to the first: [A3C] Alg. S3.
     """
-    returns, R = torch.zeros_like(rewards), bootstrap[0]
+    returns, R = torch.zeros_like(rewards, dtype=bootstrap.dtype), bootstrap[0]
     for i in reversed(range(len(rewards))):
         returns[i] = R = rewards[i] + gamma * R
     return returns
@@ -442,11 +442,13 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     parts = {"agent": model, "optimizer": optimizer}
     global_step = checkpoint["global_step"] if checkpoint else 0
     run = Run(args, folder, checkpoint, parts, args.total_timesteps)
+    for group in optimizer.param_groups if checkpoint else ():
+        group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
 
     steps = torch.tensor([global_step] + [0] * (args.num_workers - 1)).share_memory_()
     start_steps = torch.full_like(steps, -1).share_memory_()
     for part in parts.values():
-        part.share_memory()
+        part.share_memory()  # of an optimizer: all but its groups
     # Trap: a forked worker would hang with two threads of PyTorch, and fail with CUDA
     messages = mp.get_context("spawn").SimpleQueue()
     worker_args = (args, folder, model, optimizer, steps, start_steps, messages)
@@ -523,8 +525,10 @@ def seed_everything(*key: int) -> int:
 
 def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
-    torch.save(content, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    file = path.with_suffix(".tmp")
+    torch.save(content, file)
+    torch.load(file, "meta", mmap=True)  # numpy's numbers fail now, not at a resume
+    os.replace(file, path)
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -559,8 +563,6 @@ class Run:
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
-            for group in getattr(part, "param_groups", ()):
-                group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb

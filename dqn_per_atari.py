@@ -98,7 +98,7 @@ class Args:
     end_epsilon: float = 0.01  # final probability of a random action
     exploration_fraction: float = 0.025  # part of the run over which epsilon is annealed
     learning_rate: float = 1e-4  # Adam's step size
-    adam_eps: float = 1e-8  # Adam's epsilon
+    adam_eps: float = 1e-8  # Adam's epsilon; kept at a resume
     max_grad_norm: float = 0.5  # gradient clipping norm
     frame_stack: int = 4  # frames per observation
     episodic_life: bool = True  # treat a lost life as the end of the return
@@ -320,6 +320,8 @@ class Priorities:
 class Replay:
     """A ring buffer. Each row is a step of an environment, whose next step is N rows later.
 
+    For observations that are no stacked frames see variants/dqn_per_atari/vectors.patch.
+
     Rows have priority 0, and are not drawn, if (1) a frame of their stack has been overwritten, (2)
     their episode was truncated by s_{t+n}, or (3) s_{t+n} is still to come.
     """
@@ -438,6 +440,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
+    for group in optimizer.param_groups if checkpoint else ():
+        group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
     while global_step < last_step:
@@ -558,8 +562,10 @@ def seed_everything(*key: int) -> int:
 
 def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
-    torch.save(content, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    file = path.with_suffix(".tmp")
+    torch.save(content, file)
+    torch.load(file, "meta", mmap=True)  # numpy's numbers fail now, not at a resume
+    os.replace(file, path)
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -594,8 +600,6 @@ class Run:
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
-            for group in getattr(part, "param_groups", ()):
-                group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb

@@ -141,7 +141,7 @@ def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
         env = gym.wrappers.RecordVideo(env, str(video_folder), lambda episode: episode == 0)
     env = gym.wrappers.FlattenObservation(env)
     obs, actions = env.observation_space, env.action_space
-    if not (isinstance(obs, Box) and isinstance(actions, Box) and actions.dtype.kind == "f"):
+    if not (isinstance(obs, Box) and len(actions.shape or ()) == 1 and actions.dtype.kind == "f"):
         sys.exit(f"error: {args.env_id} has other spaces than Box of floats: {obs}, {actions}")
     return env
 
@@ -354,6 +354,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, folder, checkpoint, parts, last_step)
+    for group in optimizer.param_groups if checkpoint else ():
+        group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
@@ -446,8 +448,10 @@ def seed_everything(*key: int) -> int:
 
 def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
-    torch.save(content, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    file = path.with_suffix(".tmp")
+    torch.save(content, file)
+    torch.load(file, "meta", mmap=True)  # numpy's numbers fail now, not at a resume
+    os.replace(file, path)
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -482,8 +486,6 @@ class Run:
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
-            for group in getattr(part, "param_groups", ()):
-                group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb

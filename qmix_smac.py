@@ -32,7 +32,7 @@ Differences from the paper and from PyMARL, its implementation (reasons: docs/qm
   * As in PyMARL: double Q-learning, weights from two layers, Eq. (6) as a mean, a battle's time
     limit as a termination. Truncations are bootstrapped (PyMARL: if the environment reports them).
   * Updates happen during other environments' episodes, so their hidden states are partly stale.
-  * SMAX's rewards are multiplied by 10; its state is scaled.
+  * SMAX's rewards are times 10; its state is scaled.
   * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
 
     python qmix_smac.py --env-id 3m               # writes runs/3m__...
@@ -92,7 +92,7 @@ class Args:
     epsilon_anneal_time: int = 50_000  # steps to anneal epsilon over
     buffer_size: int = 5_000  # episodes in the replay buffer
     batch_size: int = 32  # B: episodes in a minibatch
-    updates_per_episode: float = 0.25  # updates per collected episode
+    updates_per_episode: float = 0.25  # updates per episode
     target_update_interval: int = 25  # updates between target network copies
     optimizer: Literal["adam", "rmsprop"] = "adam"  # [TRICK]'s or [QMIX]'s
     learning_rate: float = 1e-3  # step size
@@ -250,7 +250,7 @@ class Environments:
         self.shape = Shape(*avail_actions.shape, obs.shape[-1], state.shape[-1])
 
     def reset(self, seed: int, video_folder: Path | None = None) -> None:
-        """Reset the environments, and drop unfinished episodes."""
+        """Reset the environments; drop unfinished episodes."""
         self.observe(self.envs.reset(seed=seed)[0])
         self.last_actions = np.full(self.obs.shape[:2], -1)
         self.steps = [[] for _ in range(self.num_envs)]  # of unfinished episodes
@@ -368,9 +368,9 @@ class Networks(nn.Module):
         self.agent = Agent(shape, args.rnn_hidden_dim)
         if args.mixer == "qmix":
             self.mixer = QMixer(shape, args.mixing_embed_dim, args.hypernet_embed)
-        elif args.mixer == "vdn":  # [VDN] Sec. 3: Q_tot is the sum of the agents' values
+        elif args.mixer == "vdn":  # [VDN] Sec. 3: Q_tot is the sum
             self.mixer = lambda qvals, state: qvals.sum(dim=-1, keepdim=True)
-        elif args.mixer == "none":  # [IQL]: each agent's value learns the team's return
+        elif args.mixer == "none":  # [IQL]: each value learns the return
             self.mixer = lambda qvals, state: qvals
 
 
@@ -476,7 +476,7 @@ def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[floa
     """Returns and victories (0.0, 1.0) of greedy episodes after a reset."""
     agent.eval()
     N, hidden, returns, wins = envs.num_envs, agent.initial_hidden(envs.num_envs), [], []
-    # Trap: the first episodes to end would be short ones, which are often defeats
+    # Trap: the first episodes to end would be short ones, often defeats
     quota = np.bincount(np.arange(num_episodes) % N, minlength=N)
     for _ in range(EVAL_STEPS):
         actions, hidden = select_actions(agent, envs, hidden)
@@ -489,7 +489,7 @@ def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[floa
         if not quota.any():
             break
     else:
-        print(f"note: greedy episodes were cut off after {EVAL_STEPS} steps")
+        print(f"note: episodes cut off after {EVAL_STEPS} steps")
     agent.train()
     return returns, wins
 
@@ -516,6 +516,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
+    for group in optimizer.param_groups if checkpoint else ():
+        group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
@@ -638,8 +640,10 @@ def seed_everything(*key: int) -> int:
 
 def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
-    torch.save(content, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    file = path.with_suffix(".tmp")
+    torch.save(content, file)
+    torch.load(file, "meta", mmap=True)  # numpy's numbers fail now, not at a resume
+    os.replace(file, path)
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -674,8 +678,6 @@ class Run:
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
-            for group in getattr(part, "param_groups", ()):
-                group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
