@@ -336,7 +336,7 @@ class Changed(a2c.Agent):
         self.convolutions.requires_grad_(False)
 
 
-def adamw(params, lr, *_):
+def adamw(params, lr, **_):
     return torch.optim.AdamW(params, lr)
 
 

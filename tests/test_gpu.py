@@ -37,8 +37,7 @@ SMALL = {
     | dict(buffer_size=24, rnn_hidden_dim=16, target_update_interval=7, updates_per_episode=0.5)
     | dict(test_nepisode=2, eval_episodes=2),
 }
-# How often the host may wait for the GPU: at each step of all environments, for the actions; at
-# each gradient step; and once, for the losses that are logged
+# How often the host may wait for the GPU: per step of all environments, per gradient step, once
 WAITS = {
     "ppo_continuous": (1, 5, 0),  # eight metrics and two arrays of GAE in two minibatches
     "a2c_atari": (1, 1, 5),  # whether the gradient is finite
