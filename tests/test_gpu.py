@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 REAL = torch.cuda.is_available()
 on_gpu = contextlib.nullcontext if REAL else fake_gpu.pretend
 
-# Runs of a few seconds with a checkpoint in the middle
 ATARI = dict(env_id="BreakoutNoFrameskip-v4", eval_episodes=1, torch_threads=1)
 ENVS = ATARI | dict(num_envs=2, total_timesteps=64, checkpoint_interval=32, env_threads=1)
 SMALL = {

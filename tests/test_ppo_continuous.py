@@ -332,8 +332,9 @@ def test_a_scheduled_learning_rate_is_kept_and_resumes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.optim, "Adam", Decaying)
     whole = assert_resumes(ppo, tmp_path, **SMALL, anneal_lr=False)
-    optimizer = load(max(whole.glob("checkpoint_*")))["optimizer"]
-    assert optimizer["param_groups"][0]["lr"] == pytest.approx(3e-4 * 0.9**20, rel=1e-9)
+    later = resume(ppo, whole, tmp_path / "later", total_timesteps=768, learning_rate=6e-4)
+    optimizer = load(max(later.glob("checkpoint_*")))["optimizer"]
+    assert optimizer["param_groups"][0]["lr"] == pytest.approx(6e-4 * 0.9**24, rel=1e-9)
 
 
 def test_changes_train_and_resume_exactly_and_compiled(tmp_path, monkeypatch, capsys):
