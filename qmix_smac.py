@@ -32,7 +32,7 @@ Differences from the paper and from PyMARL, its implementation (reasons: docs/qm
   * As in PyMARL: double Q-learning, weights from two layers, Eq. (6) as a mean, a battle's time
     limit as a termination. Truncations are bootstrapped (PyMARL: if the environment reports them).
   * Updates happen during other environments' episodes, so their hidden states are partly stale.
-  * SMAX's rewards are times 10; its state is scaled.
+  * SMAX's rewards are scaled by 10, its state to [0, 1].
   * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
 
     python qmix_smac.py --env-id 3m               # writes runs/3m__...
