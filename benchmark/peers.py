@@ -50,7 +50,9 @@ def ppo(args, library: str) -> list[float]:
     from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
     env = VecNormalize(DummyVecEnv([lambda: Monitor(gym.make(args.env_id))]), gamma=0.99)
-    options = dict(learning_rate=lambda progress: 3e-4 * progress, seed=args.seed, device="cpu")
+    options = dict(
+        learning_rate=lambda progress: 3e-4 * progress, seed=args.seed, device=args.device
+    )
     if library == "stable_baselines3":  # SBX has this network by default, and clips no value loss
         layers = {"pi": [64, 64], "vf": [64, 64]}
         network = {"net_arch": layers, "activation_fn": torch.nn.Tanh}
@@ -66,7 +68,7 @@ def a2c(args) -> list[float]:
     from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
 
     optimizer = {"optimizer_class": RMSpropTFLike, "optimizer_kwargs": {"eps": 1e-5, "alpha": 0.99}}
-    options = dict(ent_coef=0.01, vf_coef=0.5, seed=args.seed, device="cpu")
+    options = dict(ent_coef=0.01, vf_coef=0.5, seed=args.seed, device=args.device)
     envs = atari(args.env_id, 16, args.seed)
     model = A2C("CnnPolicy", envs, policy_kwargs=optimizer, **options)
     return learn(model, args, deterministic=False)
@@ -91,7 +93,7 @@ def dqn(args, library: str) -> list[float]:
         batch_size=32,
         target_update_interval=8_000,
         seed=args.seed,
-        device="cpu",
+        device=args.device,
     )
     options |= dict(train_freq=4, gradient_steps=8)  # 4 steps of each of the 8 environments
     if library == "stable_baselines3":
@@ -276,6 +278,7 @@ def main() -> None:
     parser.add_argument("--env-id", default="HalfCheetah-v4")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-timesteps", type=int, default=1_000_000)
+    parser.add_argument("--device", default="cpu", help="of Stable-Baselines3: cpu or cuda")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--workers", type=int, default=2, help="of an asynchronous peer")
     parser.add_argument("--updates", type=int, default=8, help="of jaxmarl_qmix in 1,024 steps")

@@ -26,7 +26,9 @@ def machine() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    name = f"{os.cpu_count()} cores of {models[0] if models else platform.processor()}"
+    name = (
+        f"{len(os.sched_getaffinity(0))} cores of {models[0] if models else platform.processor()}"
+    )
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         gpus = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")

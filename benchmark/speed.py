@@ -39,6 +39,13 @@ DQN = (
 QMIX = "qmix_smac.py --log-interval 1000 --test-interval 10000000 --env-id 3m"
 ATARI_PEER = "--env-id BreakoutNoFrameskip-v4 --threads 2"
 JAXMARL = "benchmark/peers.py jaxmarl_qmix --env-id 3m --updates"
+
+
+def on_gpu(command: str) -> str:
+    """The command without the flag that keeps a script off the GPU."""
+    return command.replace("--no-cuda ", "")
+
+
 PROGRAMS = [  # what is compared, name, command; the ratios of a table are to its first program
     ("ppo_continuous", "Stable-Baselines3 PPO", "benchmark/peers.py sb3_ppo"),
     ("ppo_continuous", "SBX PPO", "benchmark/peers.py sbx_ppo"),
@@ -53,6 +60,27 @@ PROGRAMS = [  # what is compared, name, command; the ratios of a table are to it
     ("dqn_per_atari", "Stable-Baselines3 DQN", f"benchmark/peers.py sb3_dqn {ATARI_PEER}"),
     ("dqn_per_atari", "dqn_per_atari.py", DQN),
     ("dqn_per_atari", "dqn_per_atari.py --bf16", f"{DQN} --bf16"),
+    ("ppo_continuous_cuda", "Stable-Baselines3 PPO", "benchmark/peers.py sb3_ppo --device cuda"),
+    ("ppo_continuous_cuda", "ppo_continuous.py --cuda", "ppo_continuous.py --cuda"),
+    (
+        "ppo_continuous_cuda",
+        "ppo_continuous.py --cuda --compile",
+        "ppo_continuous.py --cuda --compile",
+    ),
+    (
+        "a2c_atari_cuda",
+        "Stable-Baselines3 A2C",
+        f"benchmark/peers.py sb3_a2c --device cuda {ATARI_PEER}",
+    ),
+    ("a2c_atari_cuda", "a2c_atari.py", on_gpu(A2C)),
+    ("a2c_atari_cuda", "a2c_atari.py --bf16", f"{on_gpu(A2C)} --bf16"),
+    (
+        "dqn_per_atari_cuda",
+        "Stable-Baselines3 DQN",
+        f"benchmark/peers.py sb3_dqn --device cuda {ATARI_PEER}",
+    ),
+    ("dqn_per_atari_cuda", "dqn_per_atari.py", on_gpu(DQN)),
+    ("dqn_per_atari_cuda", "dqn_per_atari.py --bf16", f"{on_gpu(DQN)} --bf16"),
     # 16 updates: for 63 episodes, as many as 1,024 of the first 30,000 steps of qmix_smac.py have
     ("qmix_smac_3m", "JaxMARL QMIX, as many updates", f"{JAXMARL} 16"),
     ("qmix_smac_3m", "JaxMARL QMIX, its own 8 updates per 1,024 steps", f"{JAXMARL} 8"),
@@ -167,6 +195,9 @@ def main() -> None:
         sep=" ", timespec="minutes"
     )  # marks the rows of one call
     for script in args.scripts:
+        if script.endswith("_cuda") and not torch.cuda.is_available():
+            print(f"{script} needs a GPU: left out", flush=True)
+            continue
         steps = args.steps or STEPS[script]
         programs = {name: command for table, name, command in PROGRAMS if table == script}
         for name in [name for name, command in programs.items() if not available(command)]:

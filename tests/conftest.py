@@ -103,7 +103,7 @@ def assert_resumes(module, folder: Path, **flags) -> Path:
 
 def load(path: Path) -> dict:
     """A model or checkpoint, without what differs between equal runs."""
-    content = torch.load(path, weights_only=True)
+    content = torch.load(path, "cpu", weights_only=True)
     return {name: x for name, x in content.items() if name not in ("args", "seconds")}
 
 

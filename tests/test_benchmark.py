@@ -2,11 +2,11 @@
 
 import json
 import sys
+from importlib import metadata
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from conftest import ROOT, train
 from torch.utils.tensorboard import SummaryWriter
 
@@ -110,7 +110,7 @@ def test_collected_runs_are_what_the_script_wrote(tmp_path, capsys):
     assert set(common.FLAG.findall(first["variant"])) == expected
     assert set(common.FLAG.findall(second["variant"])) == expected | {"--gamma 0.9"}
     assert first["commit"] == provenance.commit() and second["commit"] == "c0ffee"
-    assert f"torch {torch.__version__}" in first["versions"] == second["versions"]
+    assert f"torch {metadata.version('torch')}" in first["versions"] == second["versions"]
     assert (second["env_id"], second["total_steps"]) == ("Pendulum-v1", "832")
     returns = json.loads((finished / "2" / "result.json").read_text())["episodic_return"]
     assert float(second["eval_return"]) == pytest.approx(np.mean(returns), rel=1e-4)
