@@ -56,7 +56,6 @@ import time
 import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 
 # Trap: by default OpenMP's threads spin while they wait; on a loaded machine all of them stall
@@ -476,11 +475,8 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            options["sync_tensorboard"] = True
-            try:
-                wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **options)
-            except wandb.errors.CommError:  # for example, that run was deleted
-                wandb.init(**options)
+            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            wandb.init(id=run_id, sync_tensorboard=True, **options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -538,7 +534,7 @@ class Run:
             card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
+            name = f"{args.hf_entity or ''}/{name}".strip("/")
             repo = HfApi().create_repo(name, exist_ok=True).repo_id
             HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="check*")
 
@@ -556,7 +552,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
-        now = f"{datetime.now():%y%m%d-%H%M%S-%f}"
+        now = f"{time.strftime('%y%m%d-%H%M%S')}-{os.getpid()}"
         folder /= re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{now}")
     return args, folder, checkpoint
 

@@ -42,7 +42,6 @@ Differences from common implementations (reasons: docs/ppo_continuous.md):
 
 import contextlib
 import json
-import logging
 import math
 import os
 import random
@@ -54,7 +53,6 @@ import warnings
 import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 
 import gymnasium as gym
@@ -113,36 +111,24 @@ class Args:
     eval_episodes: int = 10
 
 
-os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
 warnings.filterwarnings("ignore", ".*out of date")  # -v4
-
-
-def prepare_mujoco(args: Args) -> None:
-    """Render without a display, and print warnings (Trap: MuJoCo 4 writes them to a file)."""
-    if args.capture_video and sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")
-    if "mujoco" in str(gym.registry.get(args.env_id)):
-        try:
-            import mujoco
-
-            _ = args.capture_video and mujoco.GLContext(64, 64)
-        except Exception as error:
-            sys.exit(f"error: {error}; try another MUJOCO_GL: egl, osmesa, glfw")
-        mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
 
 
 def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
     """Make an environment with flat observations."""
-    prepare_mujoco(args)
+    if args.capture_video and sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # render without a display
+    if "mujoco" in str(gym.registry.get(args.env_id)):
+        import mujoco  # Trap: it writes warnings to a file
+
+        mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
     env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
-    for space in (env.unwrapped.action_space, env.unwrapped.observation_space):
-        space.seed(seed)  # some environments sample from their spaces
+    env.action_space.seed(seed)  # some environments sample from it
     if video_folder:
         env = gym.wrappers.RecordVideo(env, str(video_folder), lambda episode: episode == 0)
     env = gym.wrappers.FlattenObservation(env)
-    obs, actions = env.observation_space, env.action_space
-    if not (isinstance(obs, Box) and len(actions.shape or ()) == 1 and actions.dtype.kind == "f"):
-        sys.exit(f"error: {args.env_id} has other spaces than Box of floats: {obs}, {actions}")
+    if not isinstance(env.action_space, Box) or env.action_space.dtype.kind != "f":
+        sys.exit(f"error: {args.env_id} has actions {env.action_space}, not a Box of floats")
     return env
 
 
@@ -202,10 +188,7 @@ class Environments:
         folder = video_folder if self.args.capture_video else None
         self.envs = make_envs(self.args, self.num_envs, seed, folder)
         self.discounted_returns, self.returns, self.lengths = np.zeros((3, self.num_envs))
-        try:
-            return self.normalize(self.envs.reset(seed=seed)[0])
-        except ValueError as error:
-            sys.exit(f"error: do observations have their space's shape? {error}")
+        return self.normalize(self.envs.reset(seed=seed)[0])
 
     def step(self, actions: np.ndarray) -> tuple:
         """Step with actions (N, A), clipped to the action space.
@@ -492,11 +475,8 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            options["sync_tensorboard"] = True
-            try:
-                wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **options)
-            except wandb.errors.CommError:  # for example, that run was deleted
-                wandb.init(**options)
+            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            wandb.init(id=run_id, sync_tensorboard=True, **options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -554,7 +534,7 @@ class Run:
             card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
             (self.folder / "README.md").write_text(card)
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
-            name = f"{args.hf_entity}/{name}" if args.hf_entity else name
+            name = f"{args.hf_entity or ''}/{name}".strip("/")
             repo = HfApi().create_repo(name, exist_ok=True).repo_id
             HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="check*")
 
@@ -563,7 +543,7 @@ def accelerate(args: Args):
     """--compile: `act` in numpy and `update` compiled. Where that fails, a note says why."""
     with contextlib.suppress(AttributeError):  # new versions also compile backward()
         torch._dynamo.config.trace_autograd_ops = True
-    logging.getLogger("torch._dynamo.variables").setLevel(logging.ERROR)
+    torch._logging.set_logs(dynamo=40)  # errors only
     compiled_update = torch.compile(update, options={"fallback_random": True})  # draws as eagerly
     weights, noise = [], []
 
@@ -580,14 +560,13 @@ def accelerate(args: Args):
     def fast_act(agent, obs, device):
         if not noise:  # compare a new policy on random observations
             weights[:] = [x.detach().cpu().numpy() for x in agent.actor.parameters()]
-            std = agent.log_std.detach().exp().cpu().numpy()
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                probe = 3 * torch.randn(100, obs.shape[1])
+            probe = 3 * torch.randn(100, obs.shape[1])
+            with torch.no_grad():
                 policy = agent.policy(probe.to(device))
-            assert type(policy.base_dist).__name__ == "Normal", "the policy is not Gaussian"
+            std = policy.stddev.cpu().numpy()
+            assert type(policy.base_dist) is Normal and (std == std[0]).all(), "another policy"
             np.testing.assert_allclose(policy.mean.cpu(), mean(probe.numpy()), 1e-3, 1e-4)
-            np.testing.assert_allclose(policy.stddev.cpu(), [std] * 100, 1e-3)
-            noise.extend(std * torch.randn(args.num_steps, len(obs), len(std)).numpy())
+            noise.extend(std[0] * torch.randn(args.num_steps, len(obs), std.shape[1]).numpy())
         return mean(obs) + noise.pop(0)
 
     def fallback(fast, plain):
@@ -619,7 +598,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
-        now = f"{datetime.now():%y%m%d-%H%M%S-%f}"
+        now = f"{time.strftime('%y%m%d-%H%M%S')}-{os.getpid()}"
         folder /= re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{now}")
     return args, folder, checkpoint
 

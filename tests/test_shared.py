@@ -225,23 +225,15 @@ def test_a_seed_of_any_size(monkeypatch):
 
 
 def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
-    calls, CommError = [], type("CommError", (Exception,), {})
-
-    def init(**kwargs):
-        calls.append(kwargs)
-        if len(calls) == 4:  # this run was deleted
-            raise CommError
-
-    wandb = types.SimpleNamespace(init=init, errors=types.SimpleNamespace(CommError=CommError))
+    calls = []
+    wandb = types.SimpleNamespace(init=lambda **kwargs: calls.append(kwargs))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "fcntl", None)  # no locks, as on Windows
     path, flags = tmp_path / "run", SMALL | dict(track=True)
     train(ppo, path, **flags)
     train(ppo, tmp_path / "other", **flags)
     ppo.train(ppo.Args(**flags), path, ppo.load_checkpoint(path))
-    train(ppo, tmp_path / "third", **flags)
-    first, other, again, _, new = calls
-    assert "id" not in new and new["resume"] == "allow"
+    first, other, again = calls
     assert first["id"] == again["id"] != other["id"] and first["resume"] == "allow"
     assert first["config"]["num_steps"] == 50 and first["sync_tensorboard"]
 
