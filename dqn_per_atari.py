@@ -57,6 +57,7 @@ import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 # Trap: by default OpenMP's threads spin while they wait, which slows a loaded machine tenfold
@@ -682,7 +683,7 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
-        now = f"{time.strftime('%y%m%d-%H%M%S')}-{os.getpid()}"
+        now = f"{datetime.now():%y%m%d-%H%M%S-%f}"
         folder /= re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{now}")
     return args, folder, checkpoint
 

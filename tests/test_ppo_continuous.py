@@ -256,13 +256,6 @@ def test_a_trace_of_resets(monkeypatch):
 
 
 @pytest.mark.quick
-def test_observations_of_another_shape_than_their_spaces_are_refused(monkeypatch):
-    monkeypatch.setattr(Counter, "observation_space", gym.spaces.Box(-9, 9, (3,)))
-    with pytest.raises(SystemExit, match="shape"):
-        ppo.Environments(ppo.Args(env_id="Counter-v0"), 2).reset(1, Path())
-
-
-@pytest.mark.quick
 def test_statistics_are_shared_and_frozen_in_evaluation():
     args = ppo.Args(env_id="Pendulum-v1")
     envs = ppo.Environments(args, 3)
