@@ -562,10 +562,11 @@ def accelerate(args: Args):
         if not noise:  # compare a new policy
             weights[:] = [x.detach().cpu().numpy() for x in agent.actor.parameters()]
             probe = 3 * torch.arange(100.0 * obs.shape[1]).sin().view(100, -1)
-            with torch.no_grad():
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 policy = agent.policy(probe.to(device))
             std = policy.stddev.cpu().numpy()
-            assert type(policy.base_dist) is Normal and (std == std[0]).all(), "another policy"
+            gaussian = type(policy.base_dist).__name__ == "Normal"
+            assert gaussian and (std == std[0]).all(), "another policy"
             np.testing.assert_allclose(policy.mean.cpu(), mean(probe.numpy()), 1e-3, 1e-4)
             noise.extend(std[0] * torch.randn(args.num_steps, len(obs), std.shape[1]).numpy())
         return mean(obs) + noise.pop(0)

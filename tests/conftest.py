@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("ppo_continuous", "a2c_atari", "a3c_atari", "dqn_per_atari", "qmix_smac")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["WANDB_MODE"] = "disabled"
+torch.set_num_threads(1)  # before the fixtures that train, which are of wider scope than one_thread
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles faster
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process compiles, the others load
     jax_cache = tempfile.TemporaryDirectory(prefix="jax-cache-")
