@@ -4,6 +4,7 @@ One statistic throughout: the interquartile mean over seeds from five seeds on, 
 (`plot.center`), with a 95 % bootstrap interval over seeds. One seed has no interval.
 """
 
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -254,7 +255,7 @@ def words_of(script: str, variant: str) -> str:
     return f"`{script}.py`, {in_words(setting(script, variant))}"
 
 
-def speed(measured: pd.DataFrame) -> pd.DataFrame:
+def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
     """A row for each program and peer: the script, its fastest variant, the fastest peer.
 
     A peer that runs at its own hyperparameters has "own" in its name, and a row of its own.
@@ -262,6 +263,7 @@ def speed(measured: pd.DataFrame) -> pd.DataFrame:
     table, found = [], newest_rounds(measured)
     for script in FRONT:
         names = [name for name in found if name.startswith(script)]
+        names = [name for name in names if name.endswith("_cuda") == gpu]
         if not names:
             continue
         rows = found[names[0]]
@@ -272,6 +274,8 @@ def speed(measured: pd.DataFrame) -> pd.DataFrame:
         default = next(name for name in rows.name if name in ours)
         rounds = f"{len(speeds)} round{'s' * (len(speeds) > 1)}"
         processor = "AMD EPYC" if "AMD" in rows.machine.iloc[0] else "Intel Xeon"
+        if gpu:
+            processor = re.search(r"NVIDIA [\w ]+?(?= \()", rows.machine.iloc[0])[0]
         for peer in [name for name in ordered if name not in ours + own][-1:] + own:
             for mine in dict.fromkeys([default, ours[-1]]):
                 table.append(

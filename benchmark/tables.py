@@ -221,6 +221,7 @@ def generate(results: Path) -> tuple[dict[Path, str], list[str]]:
         "slurm_test": f"```\n{(results / 'slurm_test.txt').read_text()}```",
         "defaults": markdown(summary.defaults(runs, references)),
         "speeds": front_page["speed"],
+        "speeds_gpu": markdown(summary.speed(measured, gpu=True)),
         "win_rates": markdown(summary.win_rates(runs, results)),
     }
     for name in summary.QUESTIONS:

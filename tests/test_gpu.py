@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 REAL = torch.cuda.is_available()
-DRAWS = (torch.normal, torch.multinomial, torch.Tensor.multinomial, torch.randperm)
+DRAWS = (torch.normal, torch.multinomial, torch.Tensor.multinomial, torch.randperm, torch.rand)
 
 ATARI = dict(env_id="BreakoutNoFrameskip-v4", eval_episodes=1, torch_threads=1)
 ENVS = ATARI | dict(num_envs=2, total_timesteps=64, checkpoint_interval=32, env_threads=1)
