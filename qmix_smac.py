@@ -25,10 +25,10 @@ the agents' greedy actions are the greedy joint action, and acting needs no mixe
     \theta   networks                    agent and mixer; \theta^- is target_networks
 
 Differences from the paper and from PyMARL, its implementation (reasons: docs/qmix_smac.md):
-  * For speed: 32 environments, one update per four episodes, annealed Adam, TD(0.8); target
-    copies are counted in updates, not episodes. PyMARL: `--num-envs 1 --updates-per-episode 1
-    --td-lambda 0 --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4
-    --no-anneal-lr --test-interval 10000 --total-timesteps 2050000`.
+  * For speed: 32 environments, minibatches of 8 episodes, annealed Adam, TD(0.8); target copies
+    are counted in updates, not episodes. PyMARL: `--num-envs 1 --batch-size 32 --td-lambda 0
+    --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4 --no-anneal-lr
+    --test-interval 10000 --total-timesteps 2050000`.
   * As in PyMARL: double Q-learning, weights from two layers, Eq. (6) as a mean, a battle's time
     limit as a termination. Truncations are bootstrapped (PyMARL: if the environment reports them).
   * Updates happen during other environments' episodes, so their hidden states are partly stale.
@@ -91,8 +91,8 @@ class Args:
     epsilon_finish: float = 0.05  # epsilon is annealed from 1 to this
     epsilon_anneal_time: int = 50_000  # steps to anneal epsilon over
     buffer_size: int = 5_000  # episodes in the replay buffer
-    batch_size: int = 32  # B: episodes in a minibatch
-    updates_per_episode: float = 0.25  # updates per episode
+    batch_size: int = 8  # B: episodes in a minibatch
+    updates_per_episode: float = 1.0  # updates per episode
     target_update_interval: int = 25  # updates between target network copies
     optimizer: Literal["adam", "rmsprop"] = "adam"  # [TRICK]'s or [QMIX]'s
     learning_rate: float = 1e-3  # step size
@@ -307,32 +307,24 @@ class Agent(nn.Module):
         self.shape, self.hidden_dim = shape, hidden_dim
         inputs = shape.obs_dim + shape.n_actions + shape.n_agents
         self.encoder = nn.Sequential(nn.Linear(inputs, hidden_dim), nn.ReLU())
-        self.rnn = nn.GRUCell(hidden_dim, hidden_dim)
+        self.rnn = nn.GRU(hidden_dim, hidden_dim)
         self.head = nn.Linear(hidden_dim, shape.n_actions)
 
     def initial_hidden(self, num_envs: int) -> Tensor:
         """Hidden states (B, n, H) at an episode's start."""
         return self.head.weight.new_zeros(num_envs, self.shape.n_agents, self.hidden_dim)
 
-    def forward(self, obs, last_actions, filled, hidden) -> tuple[Tensor, Tensor]:
-        """Values (T, B, n, A) from `hidden` (B, n, H) on; hidden states of the longest episodes.
+    def forward(self, obs, last_actions, hidden) -> tuple[Tensor, Tensor]:
+        """Values (T, B, n, A) of T steps from `hidden` (B, n, H) on, and the hidden states after.
 
-        last_actions (T, B, n) are -1 at an episode's start. To save time, padding (where `filled`
-        (T, B) is False) is skipped; its values are 0.
+        last_actions (T, B, n) are -1 at an episode's start.
         """
         n, A = self.shape.n_agents, self.shape.n_actions
-        assert (filled[:, 1:] <= filled[:, :-1]).all(), "longer episodes must come first"
         one_hot = last_actions[..., None] == torch.arange(A, device=obs.device)
         agents = torch.eye(n, device=obs.device).expand(*obs.shape[:-1], n)
-        inputs = torch.cat([obs, one_hot, agents], dim=-1)[filled]
-        hidden, outputs = hidden.flatten(0, 1), []
-        for x in self.encoder(inputs).flatten(0, 1).split((n * filled.sum(dim=1)).tolist()):
-            hidden = self.rnn(x, hidden[: len(x)])  # the shorter episodes have ended
-            outputs.append(hidden)
-        values = self.head(torch.cat(outputs)).unflatten(0, (-1, n))
-        agent_qs = values.new_zeros(*filled.shape, n, A)
-        agent_qs[filled] = values
-        return agent_qs, hidden.unflatten(0, (-1, n))
+        x = self.encoder(torch.cat([obs, one_hot, agents], dim=-1))  # (T, B, n, H)
+        outputs, hidden = self.rnn(x.flatten(1, 2), hidden.flatten(0, 1)[None])
+        return self.head(outputs).unflatten(1, (-1, n)), hidden[0].unflatten(0, (-1, n))
 
 
 class QMixer(nn.Module):
@@ -387,9 +379,7 @@ class EpisodeReplay:
     def sample(self, batch_size: int) -> Episode:
         """A minibatch of different episodes."""
         indices = torch.ones(len(self.episodes)).multinomial(batch_size)
-        episodes = [self.episodes[i] for i in indices]
-        episodes.sort(key=lambda episode: -len(episode.rewards))
-        return Episode(*map(pad_sequence, zip(*episodes)))
+        return Episode(*map(pad_sequence, zip(*(self.episodes[i] for i in indices))))
 
     def state_dict(self) -> dict:
         torch.save([tuple(episode) for episode in self.episodes], file := io.BytesIO())
@@ -427,7 +417,7 @@ def qmix_loss(networks, target_networks, batch: Episode, args: Args) -> tuple[Te
     """
     mask, actions = batch.filled[1:], batch.actions  # mask (T, B): no padding
     last_actions = torch.cat([torch.full_like(actions[:1], -1), actions])  # (T+1, B, n)
-    inputs = (batch.obs, last_actions, batch.filled, networks.agent.initial_hidden(len(mask[0])))
+    inputs = (batch.obs, last_actions, networks.agent.initial_hidden(len(mask[0])))
     agent_qs, _ = networks.agent(*inputs)  # (T+1, B, n, A)
     chosen_qvals = agent_qs[:-1].gather(-1, actions[..., None]).squeeze(-1)  # (T, B, n)
     q_tot = networks.mixer(chosen_qvals[mask], batch.state[:-1][mask])  # (P, 1)
@@ -462,8 +452,7 @@ def select_actions(agent: Agent, envs: Environments, hidden: Tensor, epsilon=0.0
     """Epsilon-greedy actions (N, n), and the next hidden states (N, n, H)."""
     arrays = (envs.obs, envs.last_actions, envs.avail_actions)
     obs, last_actions, avail_actions = (torch.from_numpy(x).to(hidden.device) for x in arrays)
-    filled = torch.ones(1, len(obs), dtype=torch.bool)
-    agent_qs, hidden = agent(obs[None], last_actions[None], filled, hidden)
+    agent_qs, hidden = agent(obs[None], last_actions[None], hidden)
     actions = agent_qs[0].masked_fill(~avail_actions, -math.inf).argmax(dim=-1)
     if epsilon > 0:
         random_actions = Categorical(avail_actions.float()).sample()
@@ -504,8 +493,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     test_envs = envs if args.env_id.startswith("smac/") else Environments(args, N)
     networks = Networks(args, envs.shape).to(device)
     target_networks = copy.deepcopy(networks)
+    adam = functools.partial(torch.optim.Adam, fused=True)
     rmsprop = functools.partial(torch.optim.RMSprop, alpha=0.99, eps=1e-5)
-    optimizers = {"adam": torch.optim.Adam, "rmsprop": rmsprop}
+    optimizers = {"adam": adam, "rmsprop": rmsprop}
     optimizer = optimizers[args.optimizer](networks.parameters(), args.learning_rate)
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     replay = EpisodeReplay(args.buffer_size)
@@ -545,8 +535,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         updates_due = int((replay.added - args.batch_size + 1) * args.updates_per_episode)
         while replay.num_updates < updates_due:
             batch = replay.sample(args.batch_size)
-            filled = batch.filled  # stays on the CPU, which splits by it
-            batch = Episode(*(tensor.to(device) for tensor in batch))._replace(filled=filled)
+            batch = Episode(*(tensor.to(device) for tensor in batch))
             metrics = update(networks, target_networks, optimizer, batch, args)
             if not metrics["grad_norm"].isfinite():
                 raise FloatingPointError(f"infinite gradient at step {global_step}")
