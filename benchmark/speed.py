@@ -38,6 +38,7 @@ DQN = (
 )
 QMIX = "qmix_smac.py --log-interval 1000 --test-interval 10000000 --env-id 3m"
 ATARI_PEER = "--env-id BreakoutNoFrameskip-v4 --threads 2"
+MINIBATCHES = "--batch-size 32 --updates-per-episode 0.25"
 JAXMARL = "benchmark/peers.py jaxmarl_qmix --env-id 3m --updates"
 
 
@@ -81,10 +82,12 @@ PROGRAMS = [  # what is compared, name, command; the ratios of a table are to it
     ),
     ("dqn_per_atari_cuda", "dqn_per_atari.py", on_gpu(DQN)),
     ("dqn_per_atari_cuda", "dqn_per_atari.py --bf16", f"{on_gpu(DQN)} --bf16"),
-    # 16 updates: for 63 episodes, as many as 1,024 of the first 30,000 steps of qmix_smac.py have
+    # 16 updates: for 63 episodes, as many as 1,024 of the first 30,000 steps of qmix_smac.py have,
+    # with MINIBATCHES
     ("qmix_smac_3m", "JaxMARL QMIX, as many updates", f"{JAXMARL} 16"),
     ("qmix_smac_3m", "JaxMARL QMIX, its own 8 updates per 1,024 steps", f"{JAXMARL} 8"),
     ("qmix_smac_3m", "qmix_smac.py", QMIX),
+    ("qmix_smac_3m", f"qmix_smac.py {MINIBATCHES}", f"{QMIX} {MINIBATCHES}"),
 ]
 
 

@@ -44,7 +44,7 @@ WAITS = {
     "a2c_atari": (1, 1, 5),  # whether the gradient is finite
     "a3c_atari": (1, 19, 0),  # 16 gradients; whether they are finite; two checks by Categorical
     "dqn_per_atari": (1, 4, 0),  # priorities, and three metrics
-    "qmix_smac": (2, 1, 5),  # Categorical checks its argument; whether the gradient is finite
+    "qmix_smac": (2, 5, 5),  # Categorical checks its argument; three masks, the gradient
 }
 # Device bugs, which on the CPU nobody notices
 BUGS = {
