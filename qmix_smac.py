@@ -379,7 +379,8 @@ class EpisodeReplay:
     def sample(self, batch_size: int) -> Episode:
         """A minibatch of different episodes."""
         indices = torch.ones(len(self.episodes)).multinomial(batch_size)
-        return Episode(*map(pad_sequence, zip(*(self.episodes[i] for i in indices))))
+        episodes = [self.episodes[i] for i in indices]
+        return Episode(*map(pad_sequence, zip(*episodes)))
 
     def state_dict(self) -> dict:
         torch.save([tuple(episode) for episode in self.episodes], file := io.BytesIO())

@@ -26,9 +26,8 @@ def machine() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    name = (
-        f"{len(os.sched_getaffinity(0))} cores of {models[0] if models else platform.processor()}"
-    )
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    name = f"{cores} cores of {models[0] if models else platform.processor()}"
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         gpus = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")
