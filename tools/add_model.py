@@ -12,7 +12,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 for folder in map(Path, sys.argv[1:]):
-    model = torch.load(folder / "model.pt", weights_only=True)
+    model = torch.load(folder / "model.pt", "cpu", weights_only=True)
     known = vars(importlib.import_module(model["script"]).Args())
     model["args"] = {name: x for name, x in model["args"].items() if name in known}
     model["args"] |= {"run_folder": None, "resume": None, "evaluate": None}
