@@ -237,11 +237,11 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
         entry = {"map": env_id, "program": words_of(script, variant), "seeds": str(len(rows))}
         for rate in rates:
             steps = pd.Series(reached[rate]).fillna(float("inf")).median()
-            found = f"{steps / 1e3:,.0f}k, {steps * per_step:,.0f} s" if steps < 1e12 else "-"
-            entry[f"{rate:g}"] = found
+            took = "" if pd.isna(per_step) else f", {steps * per_step:,.0f} s"
+            entry[f"{rate:g}"] = f"{steps / 1e3:,.0f}k{took}" if steps < 1e12 else "-"
         entry["last fifth"] = interval(rows.tests_battle_won_rate, center)
-        total = f"{steps_of(rows) / 1e6:.3g}M, {seconds.median():,.0f} s"
-        entry["whole run"] = total
+        took = "" if pd.isna(per_step) else f", {seconds.median():,.0f} s"
+        entry["whole run"] = f"{steps_of(rows) / 1e6:.3g}M{took}"
         made = pd.Series(updates).median()
         entry["updates"] = "" if pd.isna(made) else f"{made:,.0f}"
         table.append(entry)
