@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU"),
-]
+REAL = torch.cuda.is_available()
+pytestmark = [pytest.mark.quick, pytest.mark.skipif(REAL, reason="there is a real GPU")]
 REFUSED = {
     "add": lambda cpu, gpu: cpu + gpu,
     "add a device scalar": lambda cpu, gpu: cpu + gpu.sum(),

@@ -58,10 +58,9 @@ class CpuDraws(TorchFunctionMode):
     """Random numbers of the CPU's generator on a real GPU, whose own would be others."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
         if func not in DRAWS:
-            return func(*args, **kwargs)
-        device = kwargs.pop("device", None) or args[0].device
+            return func(*args, **(kwargs or {}))
+        device = (kwargs := dict(kwargs or {})).pop("device", None) or args[0].device
         args = tree_map_only(torch.Tensor, torch.Tensor.cpu, args)
         return func(*args, **kwargs).to(device)
 
