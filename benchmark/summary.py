@@ -258,7 +258,8 @@ def words_of(script: str, variant: str) -> str:
 def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
     """A row for each program and peer: the script, its fastest variant, the fastest peer.
 
-    A peer that runs at its own hyperparameters has "own" in its name, and a row of its own.
+    A peer that runs at its own hyperparameters has "own" in its name, and a row of its own, beside
+    the script's defaults.
     """
     table, found = [], newest_rounds(measured)
     for script in FRONT:
@@ -277,7 +278,8 @@ def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
         if gpu:
             processor = re.search(r"NVIDIA [\w ]+?(?= \()", rows.machine.iloc[0])[0]
         for peer in [name for name in ordered if name not in ours + own][-1:] + own:
-            for mine in dict.fromkeys([default, ours[-1]]):
+            like = [name for name in ours if "--batch-size" in name]  # minibatches as JaxMARL's
+            for mine in [default] if peer in own else like or dict.fromkeys([default, ours[-1]]):
                 table.append(
                     {
                         "program": f"`{mine}`",
