@@ -112,7 +112,7 @@ class Args:
     eval_episodes: int = 10
 
 
-warnings.filterwarnings("ignore", ".*out of date")  # -v4
+warnings.filterwarnings("ignore", ".*out of date")  # environments of -v4
 
 
 def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
@@ -545,13 +545,14 @@ def accelerate(args: Args):
     with contextlib.suppress(AttributeError):  # new versions also compile backward()
         torch._dynamo.config.trace_autograd_ops = True
     torch._logging.set_logs(dynamo=40)  # errors only
-    compiled_update = torch.compile(update, options={"fallback_random": True})  # draws as eagerly
+    compiled_update = torch.compile(update, options={"fallback_random": True})  # draws as eager
     weights, noise = [], []
 
     def fast_update(agent, optimizer, *inputs):
         noise.clear()  # the policy changes
-        for group in optimizer.param_groups:  # Trap: every new float would be compiled anew
-            group["lr"], group["fused"] = torch.as_tensor(group["lr"]), False
+        for group in optimizer.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"])  # Trap: new floats would be compiled anew
+            group["fused"] = False  # so that Adam is compiled
         return compiled_update(agent, optimizer, *inputs)
 
     def mean(obs):

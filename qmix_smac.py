@@ -20,17 +20,18 @@ the agents' greedy actions are the greedy joint action, and acting needs no mixe
 
     symbol   variable   shape            meaning (B episodes of up to T steps; see also Episode)
     Q_a      agent_qs   (T+1, B, n, A)   values of each agent's actions
-    Q_tot    q_tot      (P, 1)           value of the joint action (P steps, without padding)
-    y^tot    targets    (P, 1)           TD target, [QMIX] below Eq. (6)
+    Q_tot    q_tot      (P, 1)           value of the joint action (P steps, without padding);
+                                         with `--mixer none` (P, n), values of the agents
+    y^tot    targets    (P, 1)           TD target, [QMIX] below Eq. (6); likewise
     \theta   networks                    agent and mixer; \theta^- is target_networks
 
 Differences from the paper and from PyMARL, its implementation (reasons: docs/qmix_smac.md):
-  * For speed: 32 environments, minibatches of 8 episodes, annealed Adam, TD(0.8); target copies
-    are counted in updates, not episodes. PyMARL: `--num-envs 1 --batch-size 32 --td-lambda 0
-    --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4 --no-anneal-lr
-    --test-interval 10000 --total-timesteps 2050000`.
-  * As in PyMARL: double Q-learning, weights from two layers, Eq. (6) as a mean, a battle's time
-    limit as a termination. Truncations are bootstrapped (PyMARL: if the environment reports them).
+  * To win sooner: 32 environments, minibatches of 8 episodes, annealed Adam, TD(0.8); target
+    copies are counted in updates, not episodes. PyMARL: `--num-envs 1 --batch-size 32
+    --td-lambda 0 --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4
+    --no-anneal-lr --test-interval 10000 --total-timesteps 2050000`.
+  * As in PyMARL: double Q-learning, hypernetworks with a hidden layer, Eq. (6) as a mean, a
+    battle's time limit as a termination. Truncations are bootstrapped (PyMARL: if reported).
   * Updates happen during other environments' episodes, so their hidden states are partly stale.
   * SMAX's rewards are scaled by 10, its state to [0, 1].
   * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
@@ -92,7 +93,7 @@ class Args:
     epsilon_anneal_time: int = 50_000  # steps to anneal epsilon over
     buffer_size: int = 5_000  # episodes in the replay buffer
     batch_size: int = 8  # B: episodes in a minibatch
-    updates_per_episode: float = 1.0  # updates per episode
+    updates_per_episode: float = 1.0  # gradient steps per collected episode
     target_update_interval: int = 25  # updates between target network copies
     optimizer: Literal["adam", "rmsprop"] = "adam"  # [TRICK]'s or [QMIX]'s
     learning_rate: float = 1e-3  # step size
@@ -110,7 +111,7 @@ class Args:
     track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "deep-rl-reference"
     wandb_entity: str | None = None
-    capture_video: bool = False  # record an episode after each checkpoint
+    capture_video: bool = False  # record an episode after each checkpoint (SMAX)
     save_model: bool = True
     upload_model: bool = False  # upload it to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
