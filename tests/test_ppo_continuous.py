@@ -12,7 +12,7 @@ import torch
 from conftest import assert_resumes, assert_same, load, logged, resume, train
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import nn
-from torch.distributions import Independent, Laplace
+from torch.distributions import Independent, Laplace, Normal
 from vectors_reader import cases, check
 
 import ppo_continuous as ppo
@@ -379,8 +379,18 @@ def test_a_print_in_the_loss_is_seen_in_every_step(tmp_path, monkeypatch, capsys
     assert len(set(lines)) == len(lines) == 8
 
 
+POLICIES = {  # mean and deviation; the numpy actor must not stand for the last two
+    "the script's": lambda agent, obs: (agent.actor(obs), agent.log_std.exp()),
+    "another mean": lambda agent, obs: (2 * agent.actor(obs), agent.log_std.exp()),
+    "a deviation by state": lambda agent, obs: (agent.actor(obs), obs[:, :1].abs() + 0.1),
+}
+
+
 @pytest.mark.quick
-def test_the_numpy_actor_samples_the_same_actions(capsys):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_numpy_actor_samples_the_same_actions(capsys, monkeypatch, policy):
+    make = POLICIES[policy]
+    monkeypatch.setattr(ppo.Agent, "policy", lambda *x: Independent(Normal(*make(*x)), 1))
     agent, obs = ppo.Agent(3, 2, -1.0), np.random.default_rng(1).normal(size=(12, 8, 3))
     actions = []
     for act in (ppo.accelerate(ppo.Args(num_steps=4))[0], ppo.act):
@@ -390,7 +400,7 @@ def test_the_numpy_actor_samples_the_same_actions(capsys):
             actions.append(act(agent, x, torch.device("cpu")))
             agent.actor[-1].bias.data.add_(0.01)  # a trained policy is seen
     np.testing.assert_allclose(actions[:12], actions[12:], atol=1e-6)
-    assert "not accelerated" not in capsys.readouterr().out
+    assert ("not accelerated" in capsys.readouterr().out) == (policy != "the script's")
 
 
 def test_a_trained_module_outside_the_checkpoint_is_refused(tmp_path, monkeypatch):

@@ -24,7 +24,6 @@ def test_regenerated_files_are_identical(tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("subject", [path.stem for path in FILES])
 def test_files_follow_the_format(subject):
-    """Wrong values lie outside the tolerance, inputs are exact in float32 or hyperparameters."""
     content = json.loads((vectors_reader.FOLDER / f"{subject}.json").read_text(encoding="utf-8"))
     assert set(content) == {"subject", "format", "cases"}
     assert content["subject"] == subject and content["format"] == 1
@@ -44,12 +43,6 @@ def test_files_follow_the_format(subject):
                 allowed = tolerance["atol"] + tolerance["rtol"] * abs(right)
                 difference = abs(float(wrong["value"]) - right)
                 assert difference > 2 * allowed, (name, wrong["mistake"], precision)
-        decimals = {"discounts", "learning_rates"}
-        if case["operation"] == "find":  # tenths, whose sums are rounded
-            decimals |= {"leaves", "values"}
-        for key, value in case["inputs"].items():
-            if value.dtype == np.float64 and value.size > 1 and key not in decimals:
-                assert (value == value.astype(np.float32)).all(), (name, key)
 
 
 @pytest.mark.quick
