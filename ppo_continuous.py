@@ -545,7 +545,7 @@ def accelerate(args: Args):
     with contextlib.suppress(AttributeError):  # new versions also compile backward()
         torch._dynamo.config.trace_autograd_ops = True
     torch._logging.set_logs(dynamo=40)  # errors only
-    compiled_update = torch.compile(update, options={"fallback_random": True})  # draws as eager
+    compiled_update = torch.compile(update, options={"fallback_random": True})  # the same draws
     weights, noise = [], []
 
     def fast_update(agent, optimizer, *inputs):

@@ -60,9 +60,9 @@ class CpuDraws(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func not in DRAWS:
             return func(*args, **(kwargs or {}))
-        device = (kwargs := dict(kwargs or {})).pop("device", None) or args[0].device
+        device = (kwargs or {}).pop("device", None) or args[0].device
         args = tree_map_only(torch.Tensor, torch.Tensor.cpu, args)
-        return func(*args, **kwargs).to(device)
+        return func(*args, **(kwargs or {})).to(device)
 
 
 on_gpu, in_thread = (CpuDraws, CpuDraws) if REAL else (fake_gpu.pretend, fake_gpu.Mode)
