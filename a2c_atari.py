@@ -50,13 +50,11 @@ import math
 import os
 import random
 import re
-import shlex
 import sys
 import time
 import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 
 # Trap: by default OpenMP's threads spin while they wait; on a loaded machine all of them stall
@@ -399,17 +397,13 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     agent.load_state_dict(model["agent"])
     seed = seed_everything(args.seed, model["global_step"], 1)
     obs, ended = envs.reset(seed, folder / "videos" / "evaluation"), {}
-    for _ in range(EVAL_STEPS):
+    while len(ended) < args.eval_episodes and envs.lengths.max() < EVAL_STEPS:
         policy, _ = agent(torch.from_numpy(obs).to(device))
         actions = policy.mode if args.greedy else policy.sample()
         obs, *_ = envs.step(actions.cpu().numpy())
         ended = envs.episodes | ended  # the first episode of each
-        if len(ended) == args.eval_episodes:
-            break
-    else:
-        print(f"note: evaluation episodes were cut off after {EVAL_STEPS} steps")
-    returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
-    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
+    returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
+    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
 
 
@@ -434,7 +428,7 @@ def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # numpy's numbers fail now, not at a resume
+    torch.load(file, "meta", mmap=True)  # fails now, not at a resume
     os.replace(file, path)
 
 
@@ -446,7 +440,7 @@ def load_checkpoint(path: Path) -> dict:
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
                 raise OSError("damaged, or of another script")  # Trap: torch.load does not check
             return checkpoint
-        except Exception as error:  # of many kinds
+        except Exception as error:
             print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
@@ -476,8 +470,8 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
-            wandb.init(id=run_id, sync_tensorboard=True, **options)
+            options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            wandb.init(sync_tensorboard=True, **options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -540,8 +534,7 @@ class Run:
             HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="check*")
 
 
-def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to resume or evaluate."""
+def main() -> None:
     args, checkpoint = tyro.cli(Args), None
     folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
     resumes = args.run_folder and any(folder.glob("checkpoint_*.pt"))
@@ -553,13 +546,8 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
-        now = f"{datetime.now():%y%m%d-%H%M%S-%f}"
-        folder /= re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{now}")
-    return args, folder, checkpoint
-
-
-def main() -> None:
-    args, folder, checkpoint = parse_args()
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
+        folder /= re.sub(r"[^\w.-]+", "-", name)
     if args.cuda and not torch.cuda.is_available():
         print("note: no CUDA device, so the CPU is used")
     torch.set_num_threads(args.torch_threads)
@@ -570,7 +558,7 @@ def main() -> None:
         else:
             train(args, folder, checkpoint)
     except KeyboardInterrupt:
-        sys.exit("\nresume with: " + shlex.join(["python", sys.argv[0], "--resume", str(folder)]))
+        sys.exit(f"\nresume with: python {sys.argv[0]} --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use by another process")
     except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:

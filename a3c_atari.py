@@ -50,14 +50,12 @@ import math
 import os
 import random
 import re
-import shlex
 import sys
 import threading
 import time
 import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -490,19 +488,15 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     seed = seed_everything(args.seed, model["global_step"], 1)
     obs, ended = envs.reset(seed, folder / "videos" / "evaluation"), {}
     lstm_state = agent.initial_state(args.eval_episodes)
-    for _ in range(EVAL_STEPS):
+    while len(ended) < args.eval_episodes and envs.lengths.max() < EVAL_STEPS:
         logits, _, lstm_state = agent(torch.from_numpy(obs[None]), lstm_state)
         actions = Categorical(logits=logits[0]).sample().numpy()
         obs, _, _, terminations, truncations, _ = envs.step(actions)
         going_on = torch.from_numpy(~(terminations | truncations))[:, None]
         lstm_state = [x * going_on for x in lstm_state]
         ended = envs.episodes | ended  # keeps the first episode of each environment
-        if len(ended) == args.eval_episodes:
-            break
-    else:
-        print(f"note: evaluation episodes were cut off after {EVAL_STEPS} steps")
-    returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
-    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
+    returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
+    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
 
 
@@ -527,7 +521,7 @@ def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # numpy's numbers fail now, not at a resume
+    torch.load(file, "meta", mmap=True)  # fails now, not at a resume
     os.replace(file, path)
 
 
@@ -539,7 +533,7 @@ def load_checkpoint(path: Path) -> dict:
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
                 raise OSError("damaged, or of another script")  # Trap: torch.load does not check
             return checkpoint
-        except Exception as error:  # of many kinds
+        except Exception as error:
             print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
@@ -569,8 +563,8 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
-            wandb.init(id=run_id, sync_tensorboard=True, **options)
+            options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            wandb.init(sync_tensorboard=True, **options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -633,8 +627,7 @@ class Run:
             HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="check*")
 
 
-def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to resume or evaluate."""
+def main() -> None:
     args, checkpoint = tyro.cli(Args), None
     folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
     resumes = args.run_folder and any(folder.glob("checkpoint_*.pt"))
@@ -646,13 +639,8 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
-        now = f"{datetime.now():%y%m%d-%H%M%S-%f}"
-        folder /= re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{now}")
-    return args, folder, checkpoint
-
-
-def main() -> None:
-    args, folder, checkpoint = parse_args()
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
+        folder /= re.sub(r"[^\w.-]+", "-", name)
     if args.cuda and not torch.cuda.is_available():
         print("note: no CUDA device, so the CPU is used")
     torch.set_num_threads(args.torch_threads)
@@ -663,7 +651,7 @@ def main() -> None:
         else:
             train(args, folder, checkpoint)
     except KeyboardInterrupt:
-        sys.exit("\nresume with: " + shlex.join(["python", sys.argv[0], "--resume", str(folder)]))
+        sys.exit(f"\nresume with: python {sys.argv[0]} --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use by another process")
     except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:

@@ -11,33 +11,32 @@ Each iteration collects steps from every environment, estimates advantages with 
 several epochs of minibatch gradient steps on a surrogate objective. Clipping the probability ratio
 to [1 - epsilon, 1 + epsilon] removes the incentive to move it out of that interval.
 
-[PPO]   Schulman et al. 2017, arXiv:1707.06347     [GAE]  Schulman et al. 2016, arXiv:1506.02438
-[TIME]  Pardo et al. 2018, arXiv:1712.00378        [37]   Huang et al. 2022, "The 37 implementation
-                                                          details of PPO", ICLR blog track
+[PPO] Schulman et al. 2017, arXiv:1707.06347
+[GAE] Schulman et al. 2016, arXiv:1506.02438
+[TIME] Pardo et al. 2018, arXiv:1712.00378
+[37] Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
 
-    symbol       variable    shape      meaning (T num_steps, N num_envs, B minibatch size)
-    s_t          obs         (T, N, D)  normalized observation
-    s_{t+1}      next_obs    (T, N, D)  observation after a_t (at an episode's end, the last)
-    a_t          actions     (T, N, A)  sampled action, before clipping to the action space
-    r_t          rewards     (T, N)     scaled reward
-    V(s_t)       values      (T, N)     estimated value
-    \delta_t     delta       (T, N)     TD residual, [PPO] Eq. (12)
-    \hat A_t     advantages  (T, N)     estimated advantage, [GAE] Eq. (16), [PPO] Eq. (11)
-    V_t^{targ}   returns     (T, N)     value target, [PPO] Eq. (9)
-    r_t(\theta)  ratio       (B,)       pi(a_t|s_t) / pi_old(a_t|s_t), [PPO] Sec. 3
-    \epsilon     clip_coef              clip range, [PPO] Eq. (7)
-    c_1, c_2     vf_coef / 2, ent_coef  loss weights, [PPO] Eq. (9)
+  symbol       variable    shape      meaning (T num_steps, N num_envs, B minibatch size)
+  s_t          obs         (T, N, D)  normalized observation
+  s_{t+1}      next_obs    (T, N, D)  observation after a_t (at an episode's end, the last)
+  a_t          actions     (T, N, A)  action, before clipping to the action space
+  r_t          rewards     (T, N)     scaled reward
+  V(s_t)       values      (T, N)     estimated value
+  \hat A_t     advantages  (T, N)     estimated advantage, [GAE] Eq. (16), [PPO] Eq. (11)
+  V_t^{targ}   returns     (T, N)     value target, [PPO] Eq. (9)
+  r_t(\theta)  ratio       (B,)       pi(a_t|s_t) / pi_old(a_t|s_t), [PPO] Sec. 3
+  \epsilon     clip_coef              clip range, [PPO] Eq. (7)
+  c_1, c_2     vf_coef / 2, ent_coef  loss weights, [PPO] Eq. (9)
 
 Differences from common implementations (reasons: docs/ppo_continuous.md):
   * Truncated episodes bootstrap from the value of their final observation [TIME].
   * All environments share normalization statistics, saved with the model, frozen in evaluation.
   * The return that scales rewards is reset at every episode end.
-  * Logged losses and the KL of `--target-kl` are means over the last epoch.
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
-    python ppo_continuous.py --env-id HalfCheetah-v4  # writes runs/HalfCheetah-v4__...
-    python ppo_continuous.py --resume runs/...        # resumes an interrupted run
-    python ppo_continuous.py --evaluate runs/...      # evaluates a trained policy
+  python ppo_continuous.py --env-id HalfCheetah-v4  # writes runs/HalfCheetah-v4__...
+  python ppo_continuous.py --resume runs/...        # resumes an interrupted run
+  python ppo_continuous.py --evaluate runs/...      # evaluates a trained policy
 """
 
 import contextlib
@@ -46,21 +45,18 @@ import math
 import os
 import random
 import re
-import shlex
 import sys
 import time
 import warnings
 import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.spaces import Box
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal
@@ -72,7 +68,7 @@ from tqdm import tqdm
 class Args:
     """Proximal policy optimization for continuous control."""
 
-    env_id: str = "HalfCheetah-v4"  # environment with a Box action space
+    env_id: str = "HalfCheetah-v4"  # needs a Box action space
     total_timesteps: int = 1_000_000  # steps, rounded up to whole batches
     num_envs: int = 1  # N: parallel environments
     num_steps: int = 2048  # T: steps per environment and iteration
@@ -89,7 +85,7 @@ class Args:
     learning_rate: float = 3e-4  # Adam's step size
     anneal_lr: bool = True  # anneal the learning rate to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
-    log_std_init: float = 0.0  # initial log std (HalfCheetah: better -1)
+    log_std_init: float = 0.0  # initial log std
 
     exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
@@ -115,7 +111,7 @@ class Args:
 warnings.filterwarnings("ignore", ".*out of date")  # environments of -v4
 
 
-def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
+def make_env(args: Args, video_folder: Path | None) -> gym.Env:
     """Make an environment with flat observations."""
     if args.capture_video and sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # render without a display
@@ -124,23 +120,22 @@ def make_env(args: Args, seed: int, video_folder: Path | None) -> gym.Env:
 
         mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
     env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
-    env.action_space.seed(seed)  # some environments sample from it
     if video_folder:
         env = gym.wrappers.RecordVideo(env, str(video_folder), lambda episode: episode == 0)
     env = gym.wrappers.FlattenObservation(env)
-    if not isinstance(env.action_space, Box) or env.action_space.dtype.kind != "f":
-        sys.exit(f"error: {args.env_id} has actions {env.action_space}, not a Box of floats")
+    if not isinstance(env.action_space, gym.spaces.Box):
+        sys.exit(f"error: {args.env_id} has actions {env.action_space}, not a Box")
     return env
 
 
-def make_envs(args: Args, num_envs: int, seed: int, video_folder: Path | None) -> VectorEnv:
+def make_envs(args: Args, num_envs: int, video_folder: Path | None) -> VectorEnv:
     """Make parallel environments. Replace this to train on a vectorized simulator.
 
     Requires flat Box spaces and SAME_STEP autoreset: at an episode's end, `step` returns the first
     observation of the next, and `info["final_obs"]` holds the final one.
     """
     folders = [video_folder] + [None] * (num_envs - 1)
-    env_fns = [lambda i=i: make_env(args, seed + i, folders[i]) for i in range(num_envs)]
+    env_fns = [lambda folder=folder: make_env(args, folder) for folder in folders]
     vector_env = AsyncVectorEnv if args.async_envs else SyncVectorEnv
     return vector_env(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
@@ -177,7 +172,7 @@ class Environments:
 
     def __init__(self, args: Args, num_envs: int, training: bool = True) -> None:
         self.args, self.num_envs, self.training = args, num_envs, training
-        self.envs = make_envs(args, num_envs, 0, None)
+        self.envs = make_envs(args, num_envs, None)
         self.action_space = self.envs.single_action_space
         (self.action_dim,) = self.action_space.shape
         (self.obs_dim,) = self.envs.single_observation_space.shape
@@ -187,15 +182,15 @@ class Environments:
         """Remake and reset the environments. Returns observations (N, D)."""
         self.envs.close()  # Trap: some environments keep state that `reset(seed)` does not reset
         folder = video_folder if self.args.capture_video else None
-        self.envs = make_envs(self.args, self.num_envs, seed, folder)
+        self.envs = make_envs(self.args, self.num_envs, folder)
         self.discounted_returns, self.returns, self.lengths = np.zeros((3, self.num_envs))
         return self.normalize(self.envs.reset(seed=seed)[0])
 
     def step(self, actions: np.ndarray) -> tuple:
         """Step with actions (N, A), clipped to the action space.
 
-        Returns the observations to act on, those that the actions led to (which differ where an
-        episode ended), rewards, terminations, truncations, and info.
+        Returns obs to act on, next_obs that the actions led to (which differ where an episode
+        ended), rewards, terminations, truncations, info.
         """
         actions = actions.clip(self.action_space.low, self.action_space.high)
         raw_obs, raw_rewards, *ends, info = self.envs.step(actions)
@@ -244,7 +239,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, log_std_init: float = 0.0) -> None:
         super().__init__()
-        self.actor = mlp(obs_dim, action_dim, 0.01)  # Detail: mean actions are small at first
+        self.actor = mlp(obs_dim, action_dim, 0.01)  # Detail: small means at first
         self.critic = mlp(obs_dim, 1, 1.0)
         self.log_std = nn.Parameter(torch.full((action_dim,), log_std_init))
 
@@ -268,10 +263,10 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """
     delta = rewards + gamma * next_values * ~terminations - values
     decay = gamma * gae_lambda * (~(terminations | truncations)).to(delta)
-    advantages, decay = delta.cpu().numpy(), decay.cpu().numpy()  # in which loops are faster
+    advantages = delta
     for t in reversed(range(len(advantages) - 1)):
-        advantages[t] += decay[t] * advantages[t + 1]
-    return torch.from_numpy(advantages).to(delta)
+        advantages[t].addcmul_(decay[t], advantages[t + 1])
+    return advantages
 
 
 def ppo_loss(agent: Agent, minibatch: tuple, args: Args) -> tuple[Tensor, dict]:
@@ -281,14 +276,14 @@ def ppo_loss(agent: Agent, minibatch: tuple, args: Args) -> tuple[Tensor, dict]:
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
-    # [PPO] Eq. (7): gains beyond the clip range do not count; deterioration is not clipped
+    # [PPO] Eq. (7): gains beyond the clip range do not count
     logratio = policy.log_prob(actions) - old_logprobs
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
 
     value_error = (values - returns).square()
-    if args.clip_vloss:  # Detail: as in OpenAI Baselines, no known benefit ([37], core detail 9)
+    if args.clip_vloss:  # Detail: no known benefit ([37], core detail 9)
         clipped_values = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
         value_error = torch.max(value_error, (clipped_values - returns).square())
     value_loss = 0.5 * value_error.mean()
@@ -375,9 +370,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         for _ in range(args.update_epochs):
             order = torch.randperm(batch_size, device=device)
             shuffled = [x.flatten(0, 1)[order].chunk(args.num_minibatches) for x in batch]
-            epoch = []
-            for minibatch in zip(*shuffled):
-                epoch.append(update_fn(agent, optimizer, minibatch, args))
+            epoch = [update_fn(agent, optimizer, minibatch, args) for minibatch in zip(*shuffled)]
             metrics = {name: float(sum(m[name] for m in epoch)) / len(epoch) for name in epoch[0]}
             if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
                 break
@@ -408,16 +401,12 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs.obs_stats.load_state_dict(model["obs_stats"])
     seed, ended = seed_everything(args.seed, model["global_step"], 1), {}
     obs = envs.reset(seed, folder / "videos" / "evaluation")
-    for _ in range(EVAL_STEPS):
+    while len(ended) < args.eval_episodes and envs.lengths.max() < EVAL_STEPS:
         obs, *_ = envs.step(agent.policy(torch.from_numpy(obs)).mode.numpy())
         ended = envs.episodes | ended  # the first episode of each environment
-        if len(ended) == args.eval_episodes:
-            break
-    else:
-        print(f"note: evaluation episodes were cut off after {EVAL_STEPS} steps")
     envs.envs.close()
-    returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
-    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(returns)} episodes")
+    returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
+    print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
 
 
@@ -434,7 +423,7 @@ def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # numpy's numbers fail now, not at a resume
+    torch.load(file, "meta", mmap=True)  # fails now, not at a resume
     os.replace(file, path)
 
 
@@ -446,7 +435,7 @@ def load_checkpoint(path: Path) -> dict:
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
                 raise OSError("damaged, or of another script")  # Trap: torch.load does not check
             return checkpoint
-        except Exception as error:  # of many kinds
+        except Exception as error:
             print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
@@ -476,8 +465,8 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
-            wandb.init(id=run_id, sync_tensorboard=True, **options)
+            options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            wandb.init(sync_tensorboard=True, **options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -562,25 +551,24 @@ def accelerate(args: Args):
     def fast_act(agent, obs, device):
         if not noise:  # compare a new policy
             weights[:] = [x.detach().cpu().numpy() for x in agent.actor.parameters()]
-            probe = 3 * torch.arange(100.0 * obs.shape[1]).sin().view(100, -1)
+            probe = 3 * torch.arange(float(args.num_steps * obs.size)).sin().view(-1, *obs.shape)
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 policy = agent.policy(probe.to(device))
-            std = policy.stddev.cpu().numpy()
-            gaussian = type(policy.base_dist).__name__ == "Normal"
-            assert gaussian and (std == std[0]).all(), "another policy"
+            assert (policy.stddev == policy.stddev[0, 0]).all(), "the deviation varies"
             np.testing.assert_allclose(policy.mean.cpu(), mean(probe.numpy()), 1e-3, 1e-4)
-            noise.extend(std[0] * torch.randn(args.num_steps, len(obs), std.shape[1]).numpy())
+            noise.extend((policy.sample() - policy.mean).cpu().numpy())
         return mean(obs) + noise.pop(0)
 
     def fallback(fast, plain):
         def call(*inputs):
             nonlocal fast
-            if fast:
-                try:
-                    return fast(*inputs)
-                except Exception as error:
-                    print(f"note: {plain.__name__}() is not accelerated: {str(error)[:100]!r}")
-                    fast = None
+            try:
+                return fast(*inputs)
+            except Exception as error:
+                if fast is plain:
+                    raise
+                print(f"note: {plain.__name__}() is not accelerated: {str(error)[:100]!r}")
+            fast = plain
             return plain(*inputs)
 
         return call
@@ -588,8 +576,7 @@ def accelerate(args: Args):
     return fallback(fast_act, act), fallback(fast_update, update)
 
 
-def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to resume or evaluate."""
+def main() -> None:
     args, checkpoint = tyro.cli(Args), None
     folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
     resumes = args.run_folder and any(folder.glob("checkpoint_*.pt"))
@@ -601,13 +588,8 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
-        now = f"{datetime.now():%y%m%d-%H%M%S-%f}"
-        folder /= re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{now}")
-    return args, folder, checkpoint
-
-
-def main() -> None:
-    args, folder, checkpoint = parse_args()
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
+        folder /= re.sub(r"[^\w.-]+", "-", name)
     if args.cuda and not torch.cuda.is_available():
         print("note: no CUDA device, so the CPU is used")
     torch.set_num_threads(args.torch_threads)
@@ -618,7 +600,7 @@ def main() -> None:
         else:
             train(args, folder, checkpoint)
     except KeyboardInterrupt:
-        sys.exit("\nresume with: " + shlex.join(["python", sys.argv[0], "--resume", str(folder)]))
+        sys.exit(f"\nresume with: python {sys.argv[0]} --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use by another process")
     except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:

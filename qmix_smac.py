@@ -50,7 +50,6 @@ import math
 import os
 import random
 import re
-import shlex
 import signal
 import sys
 import time
@@ -58,7 +57,6 @@ import zipfile
 import zlib
 from collections import deque, namedtuple
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -633,7 +631,7 @@ def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # numpy's numbers fail now, not at a resume
+    torch.load(file, "meta", mmap=True)  # fails now, not at a resume
     os.replace(file, path)
 
 
@@ -645,7 +643,7 @@ def load_checkpoint(path: Path) -> dict:
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
                 raise OSError("damaged, or of another script")  # Trap: torch.load does not check
             return checkpoint
-        except Exception as error:  # of many kinds
+        except Exception as error:
             print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
@@ -675,8 +673,8 @@ class Run:
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
-            run_id = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
-            wandb.init(id=run_id, sync_tensorboard=True, **options)
+            options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
+            wandb.init(sync_tensorboard=True, **options)
         step = start["global_step"]  # points after it are logged again
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -739,8 +737,7 @@ class Run:
             HfApi().upload_folder(repo_id=repo, folder_path=self.folder, ignore_patterns="check*")
 
 
-def parse_args() -> tuple[Args, Path, dict | None]:
-    """The arguments, the run folder, and the checkpoint to resume or evaluate."""
+def main() -> None:
     args, checkpoint = tyro.cli(Args), None
     folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
     resumes = args.run_folder and any(folder.glob("checkpoint_*.pt"))
@@ -752,13 +749,8 @@ def parse_args() -> tuple[Args, Path, dict | None]:
         args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
-        now = f"{datetime.now():%y%m%d-%H%M%S-%f}"
-        folder /= re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{now}")
-    return args, folder, checkpoint
-
-
-def main() -> None:
-    args, folder, checkpoint = parse_args()
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
+        folder /= re.sub(r"[^\w.-]+", "-", name)
     if args.cuda and not torch.cuda.is_available():
         print("note: no CUDA device, so the CPU is used")
     torch.set_num_threads(args.torch_threads)
@@ -769,7 +761,7 @@ def main() -> None:
         else:
             train(args, folder, checkpoint)
     except KeyboardInterrupt:
-        sys.exit("\nresume with: " + shlex.join(["python", sys.argv[0], "--resume", str(folder)]))
+        sys.exit(f"\nresume with: python {sys.argv[0]} --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use by another process")
     except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:

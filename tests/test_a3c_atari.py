@@ -369,7 +369,7 @@ def test_evaluation(tmp_path, monkeypatch, capsys):
     assert torch.initial_seed() not in [a3c.seed_everything(1, 0, 2 + rank) for rank in range(4)]
     monkeypatch.setattr(a3c, "EVAL_STEPS", 10)
     assert len(a3c.evaluate(args, model, tmp_path)) == 2
-    assert "cut off after 10 steps" in capsys.readouterr().out
+    assert "0 episodes" in capsys.readouterr().out
 
 
 def test_what_workers_start_from(tmp_path, monkeypatch):
@@ -464,5 +464,5 @@ def test_every_process_ends_with_a_cause_and_a_hint(tmp_path, fault):
     wait_for(lambda: not processes_in(tmp_path))
     messages = {"worker killed": "SIGKILL", "diverged": "nan"}
     assert process.returncode != 0 and messages.get(fault, "") in stderr
-    assert ("--resume run" in stderr) == (fault != "killed")
+    assert ("--resume 'run'" in stderr) == (fault != "killed")
     assert stderr.count("Traceback") == (fault == "diverged")

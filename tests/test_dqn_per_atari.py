@@ -542,4 +542,4 @@ def test_evaluation_counts_first_episodes_up_to_a_cap(tmp_path, tiny, monkeypatc
         assert returns == [steps[7][0][0], steps[19][1][0]]
     monkeypatch.setattr(dqn, "EVAL_STEPS", 10)
     dqn.evaluate(dqn.Args(**model["args"]), model, tmp_path)
-    assert len(steps) == 30 and "cut off after 10 steps" in capsys.readouterr().out
+    assert len(steps) == 30 and "1 episodes" in capsys.readouterr().out

@@ -198,7 +198,7 @@ class PointMass(VectorEnv):
 
 
 def test_a_vectorized_simulator_of_ones_own_learns(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo, "make_envs", lambda args, n, seed, videos: PointMass(n))
+    monkeypatch.setattr(ppo, "make_envs", lambda args, n, videos: PointMass(n))
     flags = dict(num_envs=64, num_steps=32, num_minibatches=4, update_epochs=5, eval_episodes=20)
     train(ppo, tmp_path / "run", **flags, total_timesteps=20_480, learning_rate=3e-3)
     (score,) = logged(tmp_path / "run")["eval/episodic_return"].values()
