@@ -464,5 +464,5 @@ def test_every_process_ends_with_a_cause_and_a_hint(tmp_path, fault):
     wait_for(lambda: not processes_in(tmp_path))
     messages = {"worker killed": "SIGKILL", "diverged": "nan"}
     assert process.returncode != 0 and messages.get(fault, "") in stderr
-    assert ("--resume 'run'" in stderr) == (fault != "killed")
+    assert ("resume with" in stderr) == (fault != "killed")
     assert stderr.count("Traceback") == (fault == "diverged")
