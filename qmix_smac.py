@@ -655,7 +655,7 @@ class Run:
         self.args, self.folder, self.parts = args, folder, parts
         self.recent_returns, self.num_episodes = deque(maxlen=100), None
         start = checkpoint or {"global_step": 0, "seconds": 0}
-        self.started = time.time() - start["seconds"]  # includes the time before a resume
+        self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
         groups = [group for part in parts.values() for group in getattr(part, "param_groups", [])]
         if {p for group in groups for p in group["params"]} - set(modules.parameters()):
@@ -761,7 +761,7 @@ def main() -> None:
         else:
             train(args, folder, checkpoint)
     except KeyboardInterrupt:
-        sys.exit(f"\nresume with: python {sys.argv[0]} --resume '{folder}'")
+        sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use by another process")
     except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
