@@ -58,6 +58,9 @@ WORDS = {  # settings in a legend
     "--end-fraction 0.8": "its end at 80 %",
     "--num-workers 2": "2 workers",
     "--target-interval 32": "target copied every 32 iterations",
+    "--batch-size 16": "minibatches of 16",
+    "--batch-size 32": "minibatches of 32",
+    "--updates-per-episode 0.25": "a fourth of the updates",
 }
 EARLIER = FLAG.findall(f"--num-envs 8 {EARLIER_QMIX}")
 PEERS = {  # of the overview: the peer's script, its name
