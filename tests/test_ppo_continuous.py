@@ -383,7 +383,7 @@ def test_a_print_in_the_loss_is_seen_in_every_step(tmp_path, monkeypatch, capsys
 POLICIES = {  # mean and deviation; the numpy actor must not stand for the last two
     "the script's": lambda agent, obs: (agent.actor(obs), agent.log_std.exp()),
     "another mean": lambda agent, obs: (2 * agent.actor(obs), agent.log_std.exp()),
-    "a deviation by state": lambda agent, obs: (agent.actor(obs), obs[:, :1].abs() + 0.1),
+    "a deviation by state": lambda agent, obs: (agent.actor(obs), obs[..., :1].abs() + 0.1),
 }
 
 
