@@ -428,7 +428,7 @@ def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # fails now, not at a resume
+    torch.load(file, "meta", mmap=True)  # fail now if it cannot be loaded
     os.replace(file, path)
 
 

@@ -389,7 +389,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 # ----- The run: evaluation, checkpoints, logging. Nothing below belongs to the algorithm. -----
 
 SCRIPT = "ppo_continuous"
-EVAL_STEPS = 100_000  # at most in an episode
+EVAL_STEPS = 100_000  # limit of an episode
 
 
 @torch.no_grad()
@@ -423,7 +423,7 @@ def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # fails now, not at a resume
+    torch.load(file, "meta", mmap=True)  # fail now if it cannot be loaded
     os.replace(file, path)
 
 
