@@ -8,7 +8,8 @@ more than 1000 points is thinned: the run is cut into 1000 bins of equally many 
 the mean value and the mean step of the `count` points in a bin. The variant is the hyperparameters
 that are not the script's defaults, without flags that only change the speed. Commit, versions and
 machine are those of the run's provenance.json, which the Snakefile writes; for runs that were
-started otherwise, name the commit (`--commit`), and collect them where they were made.
+started otherwise, name the commit (`--commit`), and collect them where they were made. Runs of a
+variant are those below a folder named like `ppo_continuous+rpo`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from common import RESULTS, ROOT, SPEED, curves_name, read_events, read_table, variant
+from common import RESULTS, SPEED, curves_name, read_events, read_table, source, variant
 from provenance import provenance
 
 TAGS = ("charts/episodic_return", "eval/episodic_return", "eval/battle_won_rate", "charts/SPS")
@@ -53,6 +54,8 @@ def collect(folder: Path, results: Path, commit: str | None = None) -> None:
     """Write a finished run's curves and its row. Raises ValueError if its log lacks the end."""
     result = json.loads((folder / "result.json").read_text())
     script, env_id, seed = result["script"], result["args"]["env_id"], result["args"]["seed"]
+    for path in folder.resolve().parents:
+        script = path.name if path.name.startswith(f"{script}+") else script  # of a variant
     made = origin(folder, commit)
     points = read_events(folder)
     of = {tag: points[points.tag == tag] for tag in TAGS}
@@ -67,9 +70,11 @@ def collect(folder: Path, results: Path, commit: str | None = None) -> None:
         evaluation = np.mean(result["battle_won"])
     elif len(won):  # of a peer: its last test is the evaluation
         last_fifth, evaluation = last_fifth[:-1], last_fifth.iloc[-1]
-    ours = (ROOT / f"{script}.py").exists()
-    program = [f"{script}.py"] if ours else ["benchmark/peers.py", script]
+    file, _, patch = script.partition("+")
+    program = [f"{file}.py"] if source(script) else ["benchmark/peers.py", script]
     command = shlex.join(["python", *program, "--env-id", env_id, "--seed", str(seed)])
+    if patch:
+        command = f"git apply variants/{file}/{patch}.patch && {command}"
     values = {
         "script": script,
         "env_id": env_id,

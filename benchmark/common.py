@@ -1,5 +1,6 @@
 """What the benchmark's programs share: tables, a script's arguments, TensorBoard's events.
 
+The program `ppo_continuous+rpo` is `ppo_continuous.py` with `variants/ppo_continuous/rpo.patch`.
 Imports nothing at the top that Snakemake's own environment lacks.
 """
 
@@ -7,9 +8,13 @@ import ast
 import contextlib
 import functools
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tools"))
+from variants import patched  # noqa: E402
+
 RESULTS = ROOT / "benchmark" / "results"
 SCRIPTS = ("ppo_continuous", "a2c_atari", "a3c_atari", "dqn_per_atari", "qmix_smac")
 FLAG = re.compile(r"--\S+(?: (?!--)\S+)*")  # with its values
@@ -66,12 +71,20 @@ def read_events(run_folder: Path) -> "pandas.DataFrame":  # noqa: F821
 
 
 @functools.cache
+def source(program: str) -> str:
+    """The text of a script or of a variant. Empty if there is none, or its patch does not apply."""
+    script, _, name = program.partition("+")
+    path, patch = ROOT / f"{script}.py", ROOT / "variants" / script / f"{name}.patch"
+    text = path.read_text() if path.exists() else ""
+    return (patched(patch, text) or "") if name else text
+
+
+@functools.cache
 def arguments(script: str) -> dict[str, tuple[str, str]]:
-    """What a script takes: {flag: (default as written, help)}. Empty if there is no such script."""
-    path = ROOT / f"{script}.py"
-    if not path.exists():
+    """What a program takes: {flag: (default as written, help)}. Empty if it is none of ours."""
+    text, found = source(script), {}
+    if not text:
         return {}
-    text, found = path.read_text(), {}
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     (args,) = [node for node in classes if node.name == "Args"]
     for node in args.body:

@@ -28,7 +28,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import RESULTS, ROOT, SCRIPTS, arguments
+from common import RESULTS, ROOT, SCRIPTS, arguments, source
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.M | re.S)
 GENERATED = re.compile(r"^<!-- (\w+) -->\n.*?^<!-- end of \1 -->$", re.M | re.S)
@@ -42,11 +42,6 @@ def documents() -> list[Path]:
     """The README.md files and the pages."""
     folders = ("", "benchmark", "tests", "tools", "vectors", "variants", "docs")
     return [path for folder in folders for path in sorted((ROOT / folder).glob("*.md"))]
-
-
-@functools.cache
-def source(script: str) -> str:
-    return (ROOT / f"{script}.py").read_text()
 
 
 def definition(script: str, dotted: str) -> str:
