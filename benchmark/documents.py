@@ -322,10 +322,12 @@ def check_studies() -> Iterator[str]:
     peers = re.findall(r'^    "(\w+)": ', (ROOT / "benchmark" / "peers.py").read_text(), re.M)
     for path in sorted((ROOT / "benchmark" / "studies").glob("*.yaml")):
         for part in yaml.safe_load(path.read_text())["study"]:
-            script = part["script"]
-            if script in SCRIPTS:
-                for fault in check_command(f"{script}.py {part.get('flags', '')}"):
-                    yield f"{path.name}: {fault}"
+            script, used = part["script"], re.findall(r"--[\w-]+", part.get("flags", ""))
+            known = {name.replace("--no-", "--") for name in arguments(script)}
+            if source(script):
+                for flag in used:
+                    if flag.replace("--no-", "--") not in known:
+                        yield f"{path.name}: {script} has no {flag}"
             elif script not in peers:
                 yield f"{path.name}: there is no {script}"
 

@@ -212,7 +212,7 @@ def question(name: str, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
-    """When runs of at least 500,000 steps first win which fraction of their battles.
+    """When runs of at least 500,000 steps first win which fraction of their battles, no variants'.
 
     A rate is the mean of three tests in a row, for a peer, whose tests are rare, one test. Its
     seconds are that part of the run's wall time which its steps are of all steps. Medians over
@@ -220,6 +220,7 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
     """
     table, rates = [], (0.5, 0.8, 0.9)
     runs = runs[(runs.tests_battle_won_rate != "") & (runs.total_steps.astype(int) >= 480_000)]
+    runs = runs[~runs.script.str.contains("+", regex=False)]
     for (env_id, script, variant), rows in runs.groupby(["env_id", "script", "variant"]):
         reached, updates = {rate: [] for rate in rates}, []
         for row in rows.to_dict("records"):

@@ -93,14 +93,15 @@ def test_events_of_a_resumed_run_are_read_once(tmp_path):
 
 
 def test_collected_runs_are_what_the_script_wrote(tmp_path, capsys):
-    """Two runs, the second with another gamma and without provenance.json."""
+    """Two runs, the second in a variant's folder, with another gamma, without provenance.json."""
     finished, tmp_path = tmp_path / "runs", tmp_path / "results"
+    varied = finished / "ppo_continuous+rpo" / "2"
     train(ppo, finished / "1", **SMALL)
     provenance.write_provenance(finished / "1")
-    train(ppo, finished / "2", **SMALL, seed=2, gamma=0.9)
+    train(ppo, varied, **SMALL, seed=2, gamma=0.9)
     flags = [str(finished), "--results", str(tmp_path)]
     assert collect.main(flags) == 1  # a commit is missing
-    assert str(finished / "2") in capsys.readouterr().err
+    assert str(varied) in capsys.readouterr().err
     flags += ["--commit", "c0ffee"]
     assert collect.main(flags) == 0
     first, second = common.read_table(tmp_path / "runs.csv").sort_values("seed").to_dict("records")
@@ -110,11 +111,11 @@ def test_collected_runs_are_what_the_script_wrote(tmp_path, capsys):
     assert set(common.FLAG.findall(second["variant"])) == expected | {"--gamma 0.9"}
     assert first["commit"] == provenance.commit() and second["commit"] == "c0ffee"
     assert f"torch {metadata.version('torch')}" in first["versions"] == second["versions"]
-    assert second["total_steps"] == "832"
-    returns = json.loads((finished / "2" / "result.json").read_text())["episodic_return"]
+    assert (second["script"], second["total_steps"]) == ("ppo_continuous+rpo", "832")
+    returns = json.loads((varied / "result.json").read_text())["episodic_return"]
     assert float(second["eval_return"]) == pytest.approx(np.mean(returns), rel=1e-4)
-    (path,) = (tmp_path / "ppo_continuous").glob("*gamma_0.9*__2__c0ffee.csv")
-    curves, events = pd.read_csv(path), common.read_events(finished / "2")
+    (path,) = (tmp_path / "ppo_continuous+rpo").glob("*gamma_0.9*__2__c0ffee.csv")
+    curves, events = pd.read_csv(path), common.read_events(varied)
     curve = curves[curves.tag == "charts/episodic_return"].value
     logged = events[events.tag == "charts/episodic_return"].value
     np.testing.assert_allclose(curve, logged, rtol=1e-5)
