@@ -26,10 +26,10 @@ the agents' greedy actions are the greedy joint action, and acting needs no mixe
     \theta   networks                    agent and mixer; \theta^- is target_networks
 
 Differences from the paper and from PyMARL, its implementation (reasons: docs/qmix_smac.md):
-  * To win sooner: 32 environments, minibatches of 8 of the last 1,000 episodes, annealed Adam,
-    TD(0.8); target copies are counted in updates, not episodes. PyMARL: `--num-envs 1
-    --batch-size 32 --buffer-size 5000 --td-lambda 0 --target-update-interval 200 --optimizer
-    rmsprop --learning-rate 5e-4 --no-anneal-lr --test-interval 10000 --total-timesteps 2050000`.
+  * To win sooner: 32 environments, minibatches of 8 episodes, annealed Adam, TD(0.8); target
+    copies are counted in updates, not episodes. PyMARL: `--num-envs 1 --batch-size 32
+    --td-lambda 0 --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4
+    --no-anneal-lr --test-interval 10000 --total-timesteps 2050000`.
   * As in PyMARL: double Q-learning, hypernetworks with a hidden layer, Eq. (6) as a mean, a
     battle's time limit as a termination. Truncations are bootstrapped (PyMARL: if reported).
   * Updates happen during other environments' episodes, so their hidden states are partly stale.
@@ -89,7 +89,7 @@ class Args:
     td_lambda: float = 0.8  # lambda of the targets; 0: one-step
     epsilon_finish: float = 0.05  # epsilon is annealed from 1 to this
     epsilon_anneal_time: int = 50_000  # steps to anneal epsilon over
-    buffer_size: int = 1_000  # episodes in the replay buffer
+    buffer_size: int = 5_000  # episodes in the replay buffer
     batch_size: int = 8  # B: episodes in a minibatch
     updates_per_episode: float = 1.0  # gradient steps per collected episode
     target_update_interval: int = 25  # updates between target network copies

@@ -132,7 +132,7 @@ def setting(script: str, variant: str) -> str:
 
 
 EARLIER_QMIX = (  # its settings before the present defaults, beside --num-envs 8
-    "--td-lambda 0.0 --epsilon-anneal-time 100000 --buffer-size 5000 --batch-size 32 "
+    "--td-lambda 0.0 --epsilon-anneal-time 100000 --batch-size 32 "
     "--target-update-interval 200 --optimizer rmsprop --learning-rate 0.0005"
 )
 
