@@ -428,7 +428,7 @@ def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # fail now if it cannot be loaded
+    torch.load(file, "meta", mmap=True)  # fail now if damaged
     os.replace(file, path)
 
 
@@ -438,7 +438,7 @@ def load_checkpoint(path: Path) -> dict:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
-                raise OSError("damaged, or of another script")  # Trap: torch.load does not check
+                raise OSError("damaged or of another script")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
             print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
@@ -450,7 +450,7 @@ class Run:
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.num_episodes = deque(maxlen=100), None
+        self.recent_returns, self.num_episodes = deque(maxlen=100), 1
         start = checkpoint or {"global_step": 0, "seconds": 0}
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
@@ -458,7 +458,7 @@ class Run:
         if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(ImportError):  # Windows has no such lock
+        with contextlib.suppress(ImportError):  # not on Windows
             from fcntl import LOCK_EX, LOCK_NB, flock
 
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
@@ -472,7 +472,7 @@ class Run:
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
             options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             wandb.init(sync_tensorboard=True, **options)
-        step = start["global_step"]  # points after it are logged again
+        step = start["global_step"]  # later points are purged
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
 
@@ -500,34 +500,35 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint and keep the previous one."""
+        """Write a checkpoint. Keep the previous one, and no later ones."""
         if self.num_episodes == 0:
-            print("note: no episode ended since the last checkpoint: raise --checkpoint-interval")
-        self.num_episodes = 0
+            print("note: no episode ended between checkpoints: raise --checkpoint-interval")
+            self.num_episodes = math.nan  # once
+        self.num_episodes *= 0
         self.writer.flush()
-        checkpoint = self.pack(global_step, self.parts)
-        write_file(self.folder / f"checkpoint_{global_step:012}.pt", checkpoint)
-        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+        file = self.folder / f"checkpoint_{global_step:012}.pt"
+        write_file(file, self.pack(global_step, self.parts))
+        files = sorted(self.folder.glob("checkpoint_*.pt"))
+        for path in {*files} - {*files[: files.index(file) + 1][-2:]}:
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:
-        """Save the run and the model (the named parts), then evaluate and write result.json."""
+        """Save the run and the model (the named parts), evaluate, write result.json."""
         self.bar.close()
         args, model = self.args, self.pack(global_step, names)
         self.save_checkpoint(global_step)
+        result = self.pack(global_step, ())
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
         returns = evaluate(args, model, self.folder)
         self.log(global_step, "eval", {"episodic_return": np.mean(returns)})
         self.writer.close()
-        result = {name: x for name, x in model.items() if name not in names}
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
             from huggingface_hub import HfApi
 
-            card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
-            (self.folder / "README.md").write_text(card)
+            (self.folder / "README.md").write_text("---\ntags: [reinforcement-learning]\n---\n")
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
             name = f"{args.hf_entity or ''}/{name}".strip("/")
             repo = HfApi().create_repo(name, exist_ok=True).repo_id
@@ -543,15 +544,17 @@ def main() -> None:
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
             print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
-        args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
+        args = tyro.cli(Args, default=Args(**saved))  # flags not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
         folder /= re.sub(r"[^\w.-]+", "-", name)
     if args.cuda and not torch.cuda.is_available():
-        print("note: no CUDA device, so the CPU is used")
+        print("note: no CUDA: using the CPU")
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.eval_episodes < 1:
+        sys.exit("error: --eval-episodes below 1")
     try:
         if args.evaluate:
             evaluate(args, checkpoint, folder)

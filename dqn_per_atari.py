@@ -33,6 +33,7 @@ Differences from common implementations and the papers (reasons: docs/dqn_per_at
   * Rewards are clipped, priorities are not. Weights are divided by the minibatch's largest.
   * Truncation is not termination: the n transitions before it are never drawn, since the buffer
     lacks the final observation to bootstrap from.
+  * The streams of 256 units share a layer of 512. [DUEL]: two of 512, and scaled gradients.
   * A lost life terminates the return, not the episode; FIRE is pressed on a life's first step.
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
@@ -330,15 +331,16 @@ class Replay:
         self.num_envs, self.n_step, self.gamma = args.num_envs, args.n_step, args.gamma
         self.frame_stack, *shape = obs_space.shape
         self.num_rows = rows = args.buffer_size // args.num_envs * args.num_envs
+        frame_bytes = math.prod(shape) * obs_space.dtype.itemsize
+        check_memory(min(rows, args.total_timesteps) * frame_bytes)
         self.frames = np.zeros((rows, *shape), obs_space.dtype)  # allocated as it fills
-        check_memory(self.frames[: args.total_timesteps].nbytes)
         self.actions, self.rewards = np.zeros(rows, int), np.zeros(rows, np.float32)
         self.terminations = np.zeros(rows, bool)
         self.ages = np.zeros(rows, int)  # steps of the episode before this one
         self.priorities = Priorities(args, rows)
         self.nodes = self.priorities.nodes
         self.count = 0  # rows ever written
-        self.settings = [rows, args.num_envs, args.n_step, self.priorities.alpha]
+        self.settings = [args.env_id, rows, args.num_envs, args.n_step, self.priorities.alpha]
 
     def later(self, rows, steps):
         """The rows of the same environments `steps` steps later."""
@@ -383,7 +385,7 @@ class Replay:
 
     def load_state_dict(self, state: dict) -> None:
         if state["settings"] != self.settings:
-            sys.exit("error: the checkpoint's replay has other flags (size, n, priorities, envs)")
+            sys.exit("error: the replay is of another game, size, n, alpha, or number of envs")
         self.count, self.priorities.max_priority = state["count"], state["max_priority"]
         decompress(state["frames"], self.frames[: self.count])
         for name in self.ARRAYS:
@@ -420,9 +422,11 @@ def epsilon_greedy(q_network, obs, epsilon: float, device) -> np.ndarray:
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or from a checkpoint."""
     N = args.num_envs
-    rows = max(args.learning_starts, N * (args.frame_stack + args.n_step))
-    if rows > min(args.buffer_size, args.total_timesteps):
-        sys.exit(f"error: --buffer-size or --total-timesteps is below {rows}")
+    if min(N, args.n_step) < 1:
+        sys.exit("error: --num-envs or --n-step below 1")
+    first = max(args.learning_starts, N * (args.frame_stack + args.n_step))
+    if first > min(args.buffer_size, args.total_timesteps):
+        sys.exit(f"error: learning starts at {first}, above --buffer-size or --total-timesteps")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     speed_up_cpu()
     seed_everything(args.seed, 0)
@@ -448,7 +452,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             seed = seed_everything(args.seed, global_step)  # the same at a resume
             obs = envs.reset(seed, folder / "videos" / str(global_step))
         fraction = global_step / last_step
-        annealed = min(1, fraction / args.exploration_fraction)
+        annealed = min(1, fraction / max(args.exploration_fraction, 1e-9))
         epsilon = args.start_epsilon + (args.end_epsilon - args.start_epsilon) * annealed
         beta = args.per_beta + (1 - args.per_beta) * fraction
 
@@ -558,7 +562,7 @@ def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # fail now if it cannot be loaded
+    torch.load(file, "meta", mmap=True)  # fail now if damaged
     os.replace(file, path)
 
 
@@ -568,7 +572,7 @@ def load_checkpoint(path: Path) -> dict:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
-                raise OSError("damaged, or of another script")  # Trap: torch.load does not check
+                raise OSError("damaged or of another script")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
             print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
@@ -580,7 +584,7 @@ class Run:
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.num_episodes = deque(maxlen=100), None
+        self.recent_returns, self.num_episodes = deque(maxlen=100), 1
         start = checkpoint or {"global_step": 0, "seconds": 0}
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
@@ -588,7 +592,7 @@ class Run:
         if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(ImportError):  # Windows has no such lock
+        with contextlib.suppress(ImportError):  # not on Windows
             from fcntl import LOCK_EX, LOCK_NB, flock
 
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
@@ -602,7 +606,7 @@ class Run:
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
             options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             wandb.init(sync_tensorboard=True, **options)
-        step = start["global_step"]  # points after it are logged again
+        step = start["global_step"]  # later points are purged
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
 
@@ -630,34 +634,35 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint and keep the previous one."""
+        """Write a checkpoint. Keep the previous one, and no later ones."""
         if self.num_episodes == 0:
-            print("note: no episode ended since the last checkpoint: raise --checkpoint-interval")
-        self.num_episodes = 0
+            print("note: no episode ended between checkpoints: raise --checkpoint-interval")
+            self.num_episodes = math.nan  # once
+        self.num_episodes *= 0
         self.writer.flush()
-        checkpoint = self.pack(global_step, self.parts)
-        write_file(self.folder / f"checkpoint_{global_step:012}.pt", checkpoint)
-        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+        file = self.folder / f"checkpoint_{global_step:012}.pt"
+        write_file(file, self.pack(global_step, self.parts))
+        files = sorted(self.folder.glob("checkpoint_*.pt"))
+        for path in {*files} - {*files[: files.index(file) + 1][-2:]}:
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:
-        """Save the run and the model (the named parts), then evaluate and write result.json."""
+        """Save the run and the model (the named parts), evaluate, write result.json."""
         self.bar.close()
         args, model = self.args, self.pack(global_step, names)
         self.save_checkpoint(global_step)
+        result = self.pack(global_step, ())
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
         returns = evaluate(args, model, self.folder)
         self.log(global_step, "eval", {"episodic_return": np.mean(returns)})
         self.writer.close()
-        result = {name: x for name, x in model.items() if name not in names}
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
             from huggingface_hub import HfApi
 
-            card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
-            (self.folder / "README.md").write_text(card)
+            (self.folder / "README.md").write_text("---\ntags: [reinforcement-learning]\n---\n")
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
             name = f"{args.hf_entity or ''}/{name}".strip("/")
             repo = HfApi().create_repo(name, exist_ok=True).repo_id
@@ -673,15 +678,17 @@ def main() -> None:
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
             print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
-        args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
+        args = tyro.cli(Args, default=Args(**saved))  # flags not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
         folder /= re.sub(r"[^\w.-]+", "-", name)
     if args.cuda and not torch.cuda.is_available():
-        print("note: no CUDA device, so the CPU is used")
+        print("note: no CUDA: using the CPU")
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.eval_episodes < 1:
+        sys.exit("error: --eval-episodes below 1")
     try:
         if args.evaluate:
             evaluate(args, checkpoint, folder)

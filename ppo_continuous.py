@@ -423,7 +423,7 @@ def write_file(path: Path, content: dict) -> None:
     """Write a file atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # fail now if it cannot be loaded
+    torch.load(file, "meta", mmap=True)  # fail now if damaged
     os.replace(file, path)
 
 
@@ -433,7 +433,7 @@ def load_checkpoint(path: Path) -> dict:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
-                raise OSError("damaged, or of another script")  # Trap: torch.load does not check
+                raise OSError("damaged or of another script")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
             print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
@@ -445,7 +445,7 @@ class Run:
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.num_episodes = deque(maxlen=100), None
+        self.recent_returns, self.num_episodes = deque(maxlen=100), 1
         start = checkpoint or {"global_step": 0, "seconds": 0}
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
@@ -453,7 +453,7 @@ class Run:
         if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(ImportError):  # Windows has no such lock
+        with contextlib.suppress(ImportError):  # not on Windows
             from fcntl import LOCK_EX, LOCK_NB, flock
 
             flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
@@ -467,7 +467,7 @@ class Run:
             options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
             options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             wandb.init(sync_tensorboard=True, **options)
-        step = start["global_step"]  # points after it are logged again
+        step = start["global_step"]  # later points are purged
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
 
@@ -495,34 +495,35 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint and keep the previous one."""
+        """Write a checkpoint. Keep the previous one, and no later ones."""
         if self.num_episodes == 0:
-            print("note: no episode ended since the last checkpoint: raise --checkpoint-interval")
-        self.num_episodes = 0
+            print("note: no episode ended between checkpoints: raise --checkpoint-interval")
+            self.num_episodes = math.nan  # once
+        self.num_episodes *= 0
         self.writer.flush()
-        checkpoint = self.pack(global_step, self.parts)
-        write_file(self.folder / f"checkpoint_{global_step:012}.pt", checkpoint)
-        for path in sorted(self.folder.glob("checkpoint_*.pt"))[:-2]:
+        file = self.folder / f"checkpoint_{global_step:012}.pt"
+        write_file(file, self.pack(global_step, self.parts))
+        files = sorted(self.folder.glob("checkpoint_*.pt"))
+        for path in {*files} - {*files[: files.index(file) + 1][-2:]}:
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:
-        """Save the run and the model (the named parts), then evaluate and write result.json."""
+        """Save the run and the model (the named parts), evaluate, write result.json."""
         self.bar.close()
         args, model = self.args, self.pack(global_step, names)
         self.save_checkpoint(global_step)
+        result = self.pack(global_step, ())
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
         returns = evaluate(args, model, self.folder)
         self.log(global_step, "eval", {"episodic_return": np.mean(returns)})
         self.writer.close()
-        result = {name: x for name, x in model.items() if name not in names}
         result |= {"episodic_return": returns, "torch": torch.__version__}
         (self.folder / "result.json").write_text(json.dumps(result, indent=2))
         if args.upload_model:
             from huggingface_hub import HfApi
 
-            card = f"---\ntags: [reinforcement-learning]\n---\n{SCRIPT}.py on {args.env_id}\n"
-            (self.folder / "README.md").write_text(card)
+            (self.folder / "README.md").write_text("---\ntags: [reinforcement-learning]\n---\n")
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
             name = f"{args.hf_entity or ''}/{name}".strip("/")
             repo = HfApi().create_repo(name, exist_ok=True).repo_id
@@ -530,18 +531,18 @@ class Run:
 
 
 def accelerate(args: Args):
-    """--compile: `act` in numpy and `update` compiled. Where that fails, a note says why."""
+    """--compile: `act` in numpy and `update` compiled, or a note why not."""
     with contextlib.suppress(AttributeError):  # new versions also compile backward()
         torch._dynamo.config.trace_autograd_ops = True
     torch._logging.set_logs(dynamo=40)
-    compiled_update = torch.compile(update, options={"fallback_random": True})  # the same draws
+    compiled_update = torch.compile(update, options={"fallback_random": True})  # as eager
     weights, noise = [], []
 
     def fast_update(agent, optimizer, *inputs):
         noise.clear()
         for group in optimizer.param_groups:
-            group["lr"] = torch.as_tensor(group["lr"])  # Trap: new floats are recompiled
-            group["fused"] = False  # so that Adam is compiled
+            group["lr"] = torch.as_tensor(group["lr"])  # Trap: a new float recompiles
+            group["fused"] = False  # to compile Adam
         metrics = compiled_update(agent, optimizer, *inputs)
         assert metrics["grad_norm"], "graph break: no gradient"
         return metrics
@@ -551,7 +552,7 @@ def accelerate(args: Args):
         return np.tanh(np.tanh(obs @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
 
     def fast_act(agent, obs, device):
-        if not noise:  # compare a new policy
+        if not noise:  # a new policy
             weights[:] = [x.detach().cpu().numpy() for x in agent.actor.parameters()]
             probe = 10 * torch.arange(float(args.num_steps * obs.size)).sin().view(-1, *obs.shape)
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
@@ -587,15 +588,17 @@ def main() -> None:
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
             print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
-        args = tyro.cli(Args, default=Args(**saved))  # flags that are not given keep their values
+        args = tyro.cli(Args, default=Args(**saved))  # flags not given keep their values
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
         folder /= re.sub(r"[^\w.-]+", "-", name)
     if args.cuda and not torch.cuda.is_available():
-        print("note: no CUDA device, so the CPU is used")
+        print("note: no CUDA: using the CPU")
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.eval_episodes < 1:
+        sys.exit("error: --eval-episodes below 1")
     try:
         if args.evaluate:
             evaluate(args, checkpoint, folder)
