@@ -283,7 +283,8 @@ def test_replay_continues_from_its_state(steps):
     assert_same(other.state_dict(), state)
     ledger.replay = other
     ledger.play(80, rng)
-    for changed in (dict(rows=60), dict(num_envs=4, rows=26), dict(n_step=1), dict(per_alpha=0.5)):
+    changes = dict(rows=60), dict(num_envs=4, rows=26), dict(n_step=1), dict(per_alpha=0.5)
+    for changed in (*changes, dict(env_id="ALE/Pong-v5")):
         with pytest.raises(SystemExit, match="error: "):
             make_replay(**settings | changed).load_state_dict(state)
 
