@@ -58,6 +58,7 @@ WORDS = {  # settings in a legend
     "--end-fraction 0.8": "its end at 80 %",
     "--num-workers 2": "2 workers",
     "--target-interval 32": "target copied every 32 iterations",
+    "--buffer-size 1000": "replay of 1,000 episodes",
     "--batch-size 16": "minibatches of 16",
     "--batch-size 32": "minibatches of 32",
     "--updates-per-episode 0.25": "a fourth of the updates",
