@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-LEAST = {"HalfCheetah-v4": 500, "PongDeterministic-v4": 10, "3m": 10}  # random players stay far below
+LEAST = {"HalfCheetah-v4": 500, "PongDeterministic-v4": 10, "3m": 10}  # random: below
 
 
 @pytest.mark.quick
