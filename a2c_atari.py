@@ -32,8 +32,8 @@ Differences from common implementations (reasons: docs/a2c_atari.md):
     steps of PyTorch's (`--torch-rmsprop`) are thousands of times larger.
   * A lost life ends the return, not the episode. On the first step of each life FIRE is pressed,
     which the policy loss masks out.
-  * [A3C] has a smaller network, anneals the learning rate (`--anneal-lr`), sums where this
-    averages, and does not clip gradients.
+  * [A3C] anneals the learning rate (`--anneal-lr`), sums where this averages, has a smaller network
+    in Suppl. Sec. 8, and does not name the norm to which it clips gradients (Sec. 5.1).
   * The value of a truncated episode's final observation (whose newest frame is stale in ale-py
     0.12.1) is added to its last reward ([TIME]).
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
@@ -122,9 +122,9 @@ class Args:
 def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
-    Requires observations (N, C, H, W) in uint8, discrete actions and SAME_STEP autoreset: at an
-    episode's end, `step` returns the next episode's first observation, and `info["final_obs"]`
-    holds the final one.
+    `AtariEnvs` clips their rewards to the sign. Required are observations (N, C, H, W) in uint8,
+    discrete actions and SAME_STEP autoreset: at an episode's end, `step` returns the next episode's
+    first observation, and `info["final_obs"]` holds the final one.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -239,7 +239,7 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
         """pi(.|s) and V(s) (B,) of observations (B, C, H, W) in uint8."""
         obs = obs.contiguous(memory_format=torch.channels_last)  # the faster layout on the CPU
-        hidden = self.linear(self.convolutions(obs.float().div_(255)))
+        hidden = self.linear(self.convolutions(obs.float() / 255))
         policy = Categorical(logits=self.policy_head(hidden).float(), validate_args=False)
         return policy, self.value_head(hidden).float().squeeze(-1)
 
@@ -370,7 +370,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         # Take one gradient step
         metrics = update(agent, optimizer, (logprobs, values, entropies, returns), args)
         if not math.isfinite(metrics["grad_norm"]):
-            raise FloatingPointError(f"infinite gradient at step {global_step}")
+            raise FloatingPointError(f"infinite or NaN gradient at step {global_step}")
 
         if global_step // batch_size % args.log_interval == 0 or global_step >= last_step:
             metrics["explained_variance"] = 1 - (returns - values.detach()).var() / returns.var()

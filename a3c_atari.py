@@ -28,8 +28,9 @@ it to the shared model without a lock ("Hogwild"). Then it copies the shared mod
 
 Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
   * Gradients are zeroed before each backward pass; pytorch-a3c on PyTorch 2 accumulates them.
-  * Network, crop, Adam, 20 steps and clipping are pytorch-a3c's. The paper has larger frames, two
-    convolutions, 5 steps, and RMSprop with annealed learning rates, sampled from 1e-4 to 1e-2.
+  * Network, crop, Adam, 20 steps and clipping are pytorch-a3c's. The paper
+    (Suppl. Sec. 8) has larger frames, two convolutions, 5 steps, and RMSprop with annealed learning
+    rates, sampled from 1e-4 to 1e-2.
   * The squared value error has the weight 1/4, as in pytorch-a3c; the paper's is 1.
   * Observations are normalized by their own mean and std; pytorch-a3c has running averages.
   * FIRE is pressed on the first step of each life; policy loss and entropy mask it out.
@@ -221,7 +222,7 @@ class Agent(nn.Module):
         for name, parameter in self.named_parameters():
             if "bias" in name:
                 nn.init.zeros_(parameter)
-            elif "lstm" not in name:  # Detail: orthogonal, the policy at first nearly uniform
+            elif "lstm" not in name and parameter.dim() > 1:  # Detail: the policy nearly uniform
                 gain = {"policy_head.weight": 0.01, "value_head.weight": 1.0}.get(name, 2**0.5)
                 nn.init.orthogonal_(parameter, gain)
         self.to(memory_format=torch.channels_last)  # faster convolutions
@@ -425,13 +426,15 @@ def actor_learner(
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Start the workers, log what they report, and save checkpoints while they wait."""
-    if not 0 < args.num_workers * args.num_steps <= args.checkpoint_interval:
-        sys.exit("error: no workers, or --checkpoint-interval below one rollout of each")
+    if min(args.num_workers, args.num_steps) < 1:
+        sys.exit("error: --num-workers or --num-steps below 1")
+    if args.checkpoint_interval < args.num_workers * args.num_steps:
+        sys.exit("error: --checkpoint-interval below one rollout of each worker")
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, 1)
     model = Agent(envs.obs_shape, envs.num_actions, args)
     if list(model.buffers()):
-        sys.exit("error: workers do not share buffers")
+        sys.exit("error: workers do not share buffers, so BatchNorm cannot be used")
     if args.optimizer == "adam":
         optimizer = SharedAdam(model.parameters(), args.learning_rate, betas=(0.9, 0.999), eps=1e-8)
     else:
@@ -458,7 +461,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         while (start_steps >= 0).any() or not messages.empty():
             try:
                 workers.join(timeout=0.1)
-            except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+                if any(process.exitcode == 0 for process in workers.processes):
+                    raise ChildProcessError("a worker has left")
+            except (mp.ProcessExitedException, mp.ProcessRaisedException, OSError) as error:
                 sys.exit(f"error: {error}\nresume with --resume {folder}")
             while not messages.empty():
                 step, episodes, logs = messages.get()

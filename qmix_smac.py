@@ -538,7 +538,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             batch = Episode(*(tensor.to(device) for tensor in batch))
             metrics = update(networks, target_networks, optimizer, batch, args)
             if not metrics["grad_norm"].isfinite():
-                raise FloatingPointError(f"infinite gradient at step {global_step}")
+                raise FloatingPointError(f"infinite or NaN gradient at step {global_step}")
             replay.num_updates += 1
             if replay.num_updates % args.target_update_interval == 0:
                 target_networks.load_state_dict(networks.state_dict())
