@@ -444,7 +444,7 @@ def test_two_workers_to_the_end(tmp_path):
     assert set(lengths.values()) == {40} and max(lengths) > 200
 
 
-@pytest.mark.parametrize("fault", ["worker killed", "diverged", "Ctrl-C", "killed"])
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGINT", "diverged", "Ctrl-C", "killed"])
 def test_every_process_ends_with_a_cause_and_a_hint(tmp_path, fault):
     flags = f"{FLAGS} --total-timesteps 1000000 --checkpoint-interval 150".split()
     options = dict(cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True)
@@ -453,16 +453,16 @@ def test_every_process_ends_with_a_cause_and_a_hint(tmp_path, fault):
     process = subprocess.Popen(command("a3c_atari", *flags), **options)
     if fault != "diverged":
         wait_for(lambda: list(tmp_path.glob("run/checkpoint_*[1-9]??.pt")), process)
-    if fault == "worker killed":
+    if fault in ("SIGKILL", "SIGINT"):  # a worker gets it
         names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_in(tmp_path)}
-        os.kill(next(pid for pid in names if "spawn_main" in names[pid]), signal.SIGKILL)
+        os.kill(next(x for x in names if "spawn_main" in names[x]), getattr(signal, fault))
     if fault == "Ctrl-C":
         os.killpg(process.pid, signal.SIGINT)
     if fault == "killed":
         process.kill()
     _, stderr = process.communicate(timeout=300)
     wait_for(lambda: not processes_in(tmp_path))
-    messages = {"worker killed": "SIGKILL", "diverged": "nan"}
+    messages = {"SIGKILL": "SIGKILL", "SIGINT": "a worker has left", "diverged": "nan"}
     assert process.returncode != 0 and messages.get(fault, "") in stderr
     assert ("resume with" in stderr) == (fault != "killed")
     assert stderr.count("Traceback") == (fault == "diverged")
