@@ -25,7 +25,7 @@ import ppo_continuous as ppo
 SMALL = dict(env_id="Pendulum-v1", num_envs=2, num_steps=50, num_minibatches=2, update_epochs=2)
 SMALL |= dict(total_timesteps=1000, checkpoint_interval=330, eval_episodes=1)
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-ATARI = ("a2c_atari", "a3c_atari", "dqn_per_atari")
+ATARI, SEEDS = ("a2c_atari", "a3c_atari", "dqn_per_atari"), set()
 SHARED = dict.fromkeys("seed_everything write_file load_checkpoint Run".split(), SCRIPTS)
 SHARED |= dict(main=SCRIPTS, AtariEnvs=ATARI, speed_up_cpu=ATARI[::2])
 
@@ -39,17 +39,15 @@ def finished(tmp_path_factory):
 @functools.cache
 def definitions(script):
     tree = ast.parse((ROOT / f"{script}.py").read_text())
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    return {node.name: ast.unparse(node) for node in tree.body if isinstance(node, kinds)}
+    return {node.name: ast.unparse(node) for node in tree.body if hasattr(node, "name")}
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", SHARED)
 def test_the_same_text_in_all_scripts(name):
     texts = {script: definitions(script)[name] for script in SHARED[name]}
-    first = SHARED[name][0]
-    different = [script for script in texts if texts[script] != texts[first]]
-    assert not different, f"{name} of {different} is not that of {first}"
+    different = [script for script in texts if texts[script] != texts[SHARED[name][0]]]
+    assert not different, f"{name} of {different} is another than that of {SHARED[name][0]}"
 
 
 # ----- Checkpoints -----
@@ -143,6 +141,7 @@ class Endless(gym.Env):
     observation_space = action_space = gym.spaces.Box(-1, 1, (2,))
 
     def reset(self, *, seed=None, options=None):
+        SEEDS.add(seed)
         super().reset(seed=seed)
         return np.float32(self.np_random.random(2)), {}
 
@@ -159,6 +158,7 @@ def test_an_environment_without_ends_and_with_generators_of_its_own(tmp_path, mo
     output = capsys.readouterr().out
     assert output.count("no episode ended") == 2 and "0 episodes" in output  # once in each run
     assert_same(*[load(path / "model.pt") for path in runs])
+    assert len(SEEDS) == 2 * 3 + 1  # of two environments at three checkpoints, of the evaluation
     sorted(runs[1].glob("checkpoint_*.pt"))[-1].unlink()
     again = resume(ppo, runs[1], tmp_path / "again")
     assert_same(load(runs[0] / "model.pt"), load(again / "model.pt"))
@@ -244,8 +244,7 @@ def test_upload(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=lambda: api))
     train(ppo, tmp_path / "run", **SMALL, upload_model=True, hf_entity="lab", save_model=False)
     assert calls["repo_id"] == "lab/Pendulum-v1-ppo_continuous-1"
-    names = {path.name for path in calls["folder_path"].iterdir()}
-    assert {"model.pt", "README.md", "result.json"} <= names
+    assert {"model.pt", "README.md", "result.json"} <= {*os.listdir(calls["folder_path"])}
 
 
 def test_video(tmp_path):
