@@ -433,7 +433,7 @@ def write_file(path: Path, content: dict) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Load a checkpoint or model, or the newest intact checkpoint of a run folder."""
+    """Load a checkpoint, a model, or a run folder's newest intact checkpoint."""
     for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
@@ -500,10 +500,10 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint. Keep the previous one, and no later ones."""
+        """Write a checkpoint; keep the one before, and no later ones."""
         if self.num_episodes == 0:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
-            self.num_episodes = math.nan  # once
+            self.num_episodes = math.nan  # never 0 again
         self.num_episodes *= 0
         self.writer.flush()
         file = self.folder / f"checkpoint_{global_step:012}.pt"
