@@ -508,7 +508,7 @@ class Run:
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:
-        """Save the run and the model (the named parts), evaluate, write result.json."""
+        """Save run and model (the named parts), evaluate, write result.json."""
         self.bar.close()
         args, model = self.args, self.pack(global_step, names)
         self.save_checkpoint(global_step)
