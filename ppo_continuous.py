@@ -498,7 +498,7 @@ class Run:
         """Write a checkpoint; keep the one before, and no later ones."""
         if self.num_episodes == 0:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
-            self.num_episodes = math.nan  # never 0 again
+            self.num_episodes = math.nan  # never 0
         self.num_episodes *= 0
         self.writer.flush()
         file = self.folder / f"checkpoint_{global_step:012}.pt"
@@ -512,14 +512,15 @@ class Run:
         self.bar.close()
         args, model = self.args, self.pack(global_step, names)
         self.save_checkpoint(global_step)
-        result = self.pack(global_step, ())
         if args.save_model or args.upload_model:
             write_file(self.folder / "model.pt", model)
         returns = evaluate(args, model, self.folder)
         self.log(global_step, "eval", {"episodic_return": np.mean(returns)})
         self.writer.close()
-        result |= {"episodic_return": returns, "torch": torch.__version__}
-        (self.folder / "result.json").write_text(json.dumps(result, indent=2))
+        for name in names:
+            del model[name]
+        model |= {"episodic_return": returns, "torch": torch.__version__}
+        (self.folder / "result.json").write_text(json.dumps(model, indent=2))
         if args.upload_model:
             from huggingface_hub import HfApi
 

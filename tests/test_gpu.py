@@ -83,7 +83,7 @@ def prepare(monkeypatch):
                 result.get(timeout)  # raises what the worker raised
 
         result = ThreadPool(1).apply_async(work)
-        return SimpleNamespace(join=join)
+        return SimpleNamespace(join=join, processes=[])
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
