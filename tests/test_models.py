@@ -10,7 +10,6 @@ from conftest import ROOT
 LEAST = {"HalfCheetah-v4": 500, "PongDeterministic-v4": 10, "3m": 10}  # random: below
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", LEAST)
 def test_a_trained_model(name, tmp_path):
     path = ROOT / "models" / f"{name}.pt"
