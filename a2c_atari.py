@@ -551,7 +551,7 @@ def main() -> None:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
         folder /= re.sub(r"[^\w.-]+", "-", name)
     if args.cuda and not torch.cuda.is_available():
-        print("note: no CUDA: using the CPU")
+        print("note: no CUDA, using the CPU")
     torch.set_num_threads(args.torch_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.eval_episodes < 1:
