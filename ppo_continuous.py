@@ -536,16 +536,17 @@ def accelerate(args: Args):
     with contextlib.suppress(AttributeError):  # new versions also compile backward()
         torch._dynamo.config.trace_autograd_ops = True
     torch._logging.set_logs(dynamo=40)
-    compiled_update = torch.compile(update, options={"fallback_random": True})  # as eager
+    options = {"fallback_random": True, "size_asserts": False}  # as eager
+    compiled = torch.compile(update, options=options)
     weights, noise = [], []
 
     def fast_update(agent, optimizer, *inputs):
         noise.clear()
         for group in optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"])  # Trap: a new float recompiles
-            group["fused"] = False  # to compile Adam
-        metrics = compiled_update(agent, optimizer, *inputs)
-        assert metrics["grad_norm"], "graph break: no gradient"
+            group["fused"] = False  # compilable
+        metrics = compiled(agent, optimizer, *inputs)
+        assert metrics["grad_norm"], "graph break"
         return metrics
 
     def mean(obs):
@@ -554,7 +555,7 @@ def accelerate(args: Args):
 
     def fast_act(agent, obs, device):
         if not noise:  # a new policy
-            weights[:] = [x.detach().cpu().numpy() for x in agent.actor.parameters()]
+            weights[:] = [x.numpy(force=True) for x in agent.actor.parameters()]
             probe = 10 * torch.arange(float(args.num_steps * obs.size)).sin().view(-1, *obs.shape)
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 policy = agent.policy(probe.to(device))
@@ -571,7 +572,7 @@ def accelerate(args: Args):
             except Exception as error:
                 if fast is plain:
                     raise
-                print(f"note: {plain.__name__}() is not accelerated: {repr(error)[:100]}")
+                print(f"note: {plain.__name__}() is not accelerated: {error!r:.100}")
             fast = plain
             return plain(*inputs)
 
