@@ -36,6 +36,7 @@ DQN = (
     "dqn_per_atari.py --no-cuda --eval-episodes 1 --log-interval 20 --learning-starts 2000 "
     "--buffer-size 20000"
 )
+PLAIN_DQN = "--no-double --no-dueling --no-prioritized"  # as Stable-Baselines3's
 QMIX = "qmix_smac.py --log-interval 1000 --test-interval 10000000 --env-id 3m"
 ATARI_PEER = "--env-id BreakoutNoFrameskip-v4 --threads 2"
 MINIBATCHES = "--batch-size 32 --updates-per-episode 0.25"
@@ -61,6 +62,7 @@ PROGRAMS = [  # what is compared, name, command; the ratios of a table are to it
     ("dqn_per_atari", "Stable-Baselines3 DQN", f"benchmark/peers.py sb3_dqn {ATARI_PEER}"),
     ("dqn_per_atari", "dqn_per_atari.py", DQN),
     ("dqn_per_atari", "dqn_per_atari.py --bf16", f"{DQN} --bf16"),
+    ("dqn_per_atari", f"dqn_per_atari.py {PLAIN_DQN}", f"{DQN} {PLAIN_DQN}"),
     ("ppo_continuous_cuda", "Stable-Baselines3 PPO", "benchmark/peers.py sb3_ppo --device cuda"),
     ("ppo_continuous_cuda", "ppo_continuous.py --cuda", "ppo_continuous.py --cuda"),
     (
