@@ -257,7 +257,7 @@ def words_of(script: str, variant: str) -> str:
 
 
 def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
-    """A row for each program and peer: the script, its fastest variant, the fastest peer.
+    """A row for each program and peer: the script, its faster settings, the fastest peer.
 
     A peer that runs at its own hyperparameters has "own" in its name, and a row of its own, beside
     the script's defaults.
@@ -280,7 +280,8 @@ def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
             processor = re.search(r"NVIDIA [\w ]+?(?= \()", rows.machine.iloc[0])[0]
         for peer in [name for name in ordered if name not in ours + own][-1:] + own:
             like = [name for name in ours if "--batch-size" in name]  # minibatches as JaxMARL's
-            for mine in [default] if peer in own else like or dict.fromkeys([default, ours[-1]]):
+            faster = ours[ours.index(default) :]
+            for mine in [default] if peer in own else like or faster:
                 table.append(
                     {
                         "program": f"`{mine}`",
