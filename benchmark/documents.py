@@ -6,10 +6,11 @@ docs. What is checked in them:
 * A number with a comment: `2,497<!-- mean eval_return runs script=ppo_continuous env_id=... -->`
   is the mean, median, min, max or count of a column of a table of results, `0.99<!-- default gamma
   -->` a default of the page's script (elsewhere: `<!-- default gamma a2c_atari -->`).
-* Links within the project and their anchors.
+* Links within the project and their anchors. `python benchmark/tables.py` sets the lines of links to
+  functions, [`name`](../X.py#L1); a line that has moved since is no fault.
 * Flags: in commands (`python X.py --flag`), and of the page's script or any script in `--flag`.
 * Code: a block of ```python on a script's page is an excerpt, of `name` if the line before it
-  starts with "In `name`"; "..." stands for lines left out. (Write ```py above code that is not the
+  starts with "In [`name`]"; "..." stands for lines left out. (Write ```py above code that is not the
   script's.) In a table, code below a head `X.py` or "our line" is code of that script.
 * Tags `losses/name` that a script logs, papers and their places, formulas that GitHub can show.
 """
@@ -35,6 +36,7 @@ GENERATED = re.compile(r"^<!-- (\w+) -->\n.*?^<!-- end of \1 -->$", re.M | re.S)
 NUMBER = re.compile(r"(-?\d[\d,.]*(?:e-?\d+)?)<!-- (.*?) -->")
 STATISTICS = {"mean": statistics.mean, "median": statistics.median, "min": min, "max": max}
 STATISTICS["count"] = len
+LINE = re.compile(r"\[`([\w.]+)`\]\(\.\./(\w+)\.py#L\d+\)")
 FOREIGN = {"--config", "--profile"}  # flags of Snakemake
 
 
@@ -44,15 +46,14 @@ def documents() -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).glob("*.md"))]
 
 
-def definition(script: str, dotted: str) -> str:
-    """The source of a function, class or method of a script, or nothing."""
+def definition(script: str, dotted: str) -> ast.AST | None:
+    """A function, class or method of a script, if there is one."""
     node = ast.parse(source(script))
     for part in dotted.split("."):
-        found = [child for child in node.body if getattr(child, "name", None) == part]
-        if not found:
-            return ""
-        node = found[0]
-    return ast.get_source_segment(source(script), node)
+        node = next((child for child in node.body if getattr(child, "name", None) == part), None)
+        if node is None:
+            return None
+    return node
 
 
 def contains_lines(text: str, lines: str) -> bool:
@@ -115,6 +116,17 @@ def measured(page: Path, query: str) -> float:
     return STATISTICS[what]([float(row[column]) for row in rows])
 
 
+def with_lines(text: str) -> str:
+    """A page whose links to functions lead to their lines."""
+
+    def replace(match: re.Match) -> str:
+        name, script = match.groups()
+        node = definition(script, name)
+        return f"[`{name}`](../{script}.py#L{node.lineno})" if node else match.group(0)
+
+    return LINE.sub(replace, text)
+
+
 def with_numbers(page: Path, text: str) -> str:
     """A page with each of its numbers as it should be, with as many decimals as it has."""
 
@@ -154,8 +166,11 @@ def check_links(page: Path, text: str) -> Iterator[str]:
             path = (page.parent / name).resolve() if name else page
             if not path.exists():
                 yield f"the link {target} leads nowhere"
-            elif anchor and anchor not in anchors(text if path == page else path.read_text()):
+            elif path.suffix == ".md" and anchor not in {"", *anchors(path.read_text())}:
                 yield f"the link {target} has no such heading"
+    for name, script in LINE.findall(text):
+        if definition(script, name) is None:
+            yield f"{script}.py has no {name}"
 
 
 @functools.cache
@@ -210,8 +225,9 @@ def check_code(page: Path, text: str) -> Iterator[str]:
         if kind != "python":
             continue
         line = text[: match.start()].rstrip("\n").split("\n")[-1]
-        name = re.match(r"In `([\w.]+)`", line)
-        where = definition(script, name.group(1)) if name else source(script)
+        name = re.match(r"In \[`([\w.]+)`\]", line)
+        node = definition(script, name.group(1)) if name else None
+        where = ast.get_source_segment(source(script), node) if node else source(script)
         for part in code.split("...\n"):
             if not contains_lines(where, part):
                 place = name.group(1) if name else f"{script}.py"

@@ -250,7 +250,7 @@ def main(argv: list[str]) -> int:
         name = path.relative_to(ROOT)
         if not args.check and path.suffix == ".md":
             try:
-                text = documents.with_numbers(path, text)
+                text = documents.with_lines(documents.with_numbers(path, text))
             except (ValueError, KeyError, OSError) as error:
                 faults.append(f"{name}: a number has no source: {error}")
         if path.exists() and path.read_text() == text:

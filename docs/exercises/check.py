@@ -1,4 +1,4 @@
-"""Exercises: plant a bug, or blank a function, and watch until it is mended.
+"""Exercises: plant a bug, or blank a function, and watch until it is fixed.
 
     python docs/exercises/check.py ppo_continuous_1            # the first bug of PPO's page
     python docs/exercises/check.py ppo_continuous_implement    # write compute_gae anew
@@ -9,6 +9,7 @@ stays as you left it, and `git checkout SCRIPT` brings the original back.
 """
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -51,6 +52,8 @@ def failure(script: str) -> str | None:
 
 
 def main(name: str) -> None:
+    if importlib.util.find_spec("pytest") is None:
+        sys.exit("error: first pip install -r requirements-dev.txt")
     script, _, which = name.rpartition("_")
     path, patch = ROOT / f"{script}.py", EXERCISES / f"{name}.patch"
     if script not in IMPLEMENT or not (which == "implement" or patch.exists()):
@@ -70,12 +73,12 @@ def main(name: str) -> None:
         saved = path.stat().st_mtime
         report = failure(script)
         if report is None and failed_before:
-            print("mended: all tests pass")
+            print("fixed: all tests pass")
             return
         if report is None:
             sys.exit("no test notices this bug; its symptom is on the page, the fix in the answers")
         failed_before = True
-        print(f"{report}\n\nnot mended yet; waiting for {path.name} to be saved", flush=True)
+        print(f"{report}\n\nnot fixed yet; waiting for {path.name} to be saved", flush=True)
         while path.stat().st_mtime == saved:
             time.sleep(0.5)
 
