@@ -166,8 +166,9 @@ def check_links(page: Path, text: str) -> Iterator[str]:
             path = (page.parent / name).resolve() if name else page
             if not path.exists():
                 yield f"the link {target} leads nowhere"
-            elif path.suffix == ".md" and anchor not in {"", *anchors(path.read_text())}:
-                yield f"the link {target} has no such heading"
+            elif anchor and path.suffix == ".md":
+                if anchor not in anchors(text if path == page else path.read_text()):
+                    yield f"the link {target} has no such heading"
     for name, script in LINE.findall(text):
         if definition(script, name) is None:
             yield f"{script}.py has no {name}"
