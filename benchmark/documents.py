@@ -6,12 +6,12 @@ docs. What is checked in them:
 * A number with a comment: `2,497<!-- mean eval_return runs script=ppo_continuous env_id=... -->`
   is the mean, median, min, max or count of a column of a table of results, `0.99<!-- default gamma
   -->` a default of the page's script (elsewhere: `<!-- default gamma a2c_atari -->`).
-* Links within the project and their anchors. `python benchmark/tables.py` sets the lines of links to
-  functions, [`name`](../X.py#L1); a line that has moved since is no fault.
+* Links within the project and their anchors. `python benchmark/tables.py` sets the lines of links
+  to functions, [`name`](../X.py#L1); a line that has moved since is no fault.
 * Flags: in commands (`python X.py --flag`), and of the page's script or any script in `--flag`.
 * Code: a block of ```python on a script's page is an excerpt, of `name` if the line before it
-  starts with "In [`name`]"; "..." stands for lines left out. (Write ```py above code that is not the
-  script's.) In a table, code below a head `X.py` or "our line" is code of that script.
+  starts with "In [`name`]"; "..." stands for lines left out. (Write ```py above code that is not
+  the script's.) In a table, code below a head `X.py` or "our line" is code of that script.
 * Tags `losses/name` that a script logs, papers and their places, formulas that GitHub can show.
 """
 
