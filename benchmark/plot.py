@@ -9,8 +9,9 @@ bin's end. Fewer than three seeds are drawn each. From three on a thin line is a
 their mean, from five on their interquartile mean (IQM), the band its 95 % bootstrap interval. Each
 variant has a color; runs that differ only in their length share one, and a dot marks where each
 ends. Runs of more than three times the length of an environment's shortest have a panel of their
-own. A dashed line is a published score of about as many steps. Wall time is a run's, in proportion
-to its steps; the median of a program's runs counts. The same results give the same files.
+own. A dashed line is a published score of about as many steps. Wall time is steps over the steps
+per second of the newest speed table, where programs took turns on one machine; where there is none,
+that of a run, the median of a program's runs. The same results give the same files.
 """
 
 import argparse
@@ -53,9 +54,9 @@ WORDS = {  # settings in a legend
     "--no-prioritized": "uniform replay",
     "--bf16": "bfloat16",
     "--adam-eps 1.5e-4": "Adam's epsilon 1.5e-4",
-    "--middle-fraction 0.1": "epsilon decays within 10 % of the run",
-    "--middle-fraction 0.5": "epsilon decays within half of the run",
-    "--end-fraction 0.8": "its end at 80 %",
+    "--middle-fraction 0.1": "epsilon 0.1 at 10 % of the run",
+    "--middle-fraction 0.5": "epsilon 0.1 at 50 %",
+    "--end-fraction 0.8": "epsilon 0.01 at 80 %",
     "--num-workers 2": "2 workers",
     "--target-interval 32": "target copied every 32 iterations",
     "--buffer-size 1000": "replay of 1,000 episodes",
@@ -80,9 +81,10 @@ TITLES = {
     "qmix_smac": "QMIX",
 }
 # Okabe, Ito 2008
-COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #F0E442".split()
+COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #888833".split()
 DASHES = ("-", "--", ":", "-.")
-LOOKS = [{"color": color, "linestyle": dashes} for dashes in DASHES for color in COLORS]
+LOOKS = [{"color": color, "linestyle": dashes} for dashes in DASHES for color in COLORS[1:]]
+LOOKS = [{"color": COLORS[0], "linestyle": "-"}, *LOOKS]  # blue: the default, or nearest to it
 WIDTH = 6.75  # inches of two columns of a paper
 STYLE = {
     "font.size": 7,
@@ -247,6 +249,9 @@ def draw_overview(results: Path) -> Figure:
         legend |= dict.fromkeys(sources, PUBLISHED)
         handles = [Line2D([], [], **look) for look in legend.values()]
         axes.legend(handles, list(legend), loc="best", fontsize=6)
+        if script == "a2c_atari":  # elsewhere there is room
+            axes.set_ylim(top=1.4 * axes.get_ylim()[1])
+            axes.legend(handles, list(legend), loc="upper left", fontsize=6)
         axes.set_title(f"{TITLES[script]}, {env_id}")
     words = "In brackets: seeds.\nFewer than three: each seed.\nElse: the mean, from five on the\n"
     words += "interquartile mean, with a\n95 % bootstrap interval.\nDashed: published."
@@ -256,21 +261,26 @@ def draw_overview(results: Path) -> Figure:
 
 def draw_wall_time(results: Path) -> Figure:
     """Returns over minutes, ours and a peer's: the runs of `draw_overview`."""
-    runs = read_runs(results)
+    runs, measured = read_runs(results), read_table(results / "speed.csv")
     figure = Figure(figsize=(WIDTH, 2.3), layout="constrained")
     shown = {script: ours for script, ours in front(runs).items() if script in ON_THE_CLOCK}
     for i, (script, ours) in enumerate(shown.items()):
         axes, (peer, name) = figure.add_subplot(1, len(ON_THE_CLOCK), i + 1), PEERS[script]
         env_id = ours.iloc[0].env_id
         theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
-        legend = {f"here ({len(ours)})": (ours, LOOKS[0])}
-        legend[f"{name} ({len(theirs)})"] = (theirs, PEER_LOOK)
-        for rows, look in legend.values():
-            minutes = (
-                pd.to_numeric(rows.wall_seconds) / rows.total_steps.astype(int)
-            ).median() / 60
-            draw_runs(axes, tag_of(script), rows, results, look, minutes)
-        handles = [Line2D([], [], **look) for _, look in legend.values()]
+        newest = measured[measured.script == script].astype({"steps_per_second": float})
+        newest = newest[newest.date == newest.date.max()]
+        speeds = newest.groupby("name").steps_per_second.median()
+        legend = {f"here ({len(ours)})": (ours, LOOKS[0], f"{script}.py")}
+        if f"{script}.py --compile" in speeds:
+            legend["here, --compile"] = (ours, LOOKS[1], f"{script}.py --compile")
+        peers = [program for program in speeds.index if program.startswith(name)]
+        legend[f"{name} ({len(theirs)})"] = (theirs, PEER_LOOK, peers[0] if peers else "")
+        for rows, look, program in legend.values():
+            seconds = pd.to_numeric(rows.wall_seconds) / rows.total_steps.astype(int)
+            per_step = 1 / speeds[program] if program in speeds else seconds.median()
+            draw_runs(axes, tag_of(script), rows, results, look, per_step / 60)
+        handles = [Line2D([], [], **look) for _, look, _ in legend.values()]
         axes.legend(handles, list(legend), loc="best", fontsize=6)
         axes.set_title(f"{TITLES[script]}, {env_id}")
         axes.set_xlim(left=0)

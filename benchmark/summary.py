@@ -61,10 +61,10 @@ QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, 
         ("dqn_per_atari", f"{game}NoFrameskip-v4", f"--total-timesteps 600000 {flags}", words)
         for game in ("Breakout", "Pong")
         for flags, words in (
-            ("--middle-fraction 0.1 --bf16 --checkpoint-interval 100000", "prioritized"),
+            ("--middle-fraction 0.1 --bf16 --checkpoint-interval 100000", "prioritized, `--bf16`"),
             (
                 "--no-prioritized --middle-fraction 0.1 --bf16 --checkpoint-interval 100000",
-                "uniform",
+                "uniform, `--bf16`",
             ),
         )
     ],
@@ -108,10 +108,12 @@ def algorithms(measured: pd.DataFrame) -> pd.DataFrame:
     found, table = newest_rounds(measured), []
     for script, (algorithm, paper) in NAMES.items():
         rows = next(found[name] for name in found if name.startswith(script))
-        rows = rows[rows.name == next(n for n in rows.name if n.startswith(f"{script}.py"))]
+        name = next(name for name in rows.name if name.startswith(f"{script}.py"))
+        rows, setting = rows[rows.name == name], name.partition(", ")[2]
         steps = int(arguments(script)["--total-timesteps"][0])
         seconds = steps / rows.steps_per_second.astype(float).median()
         took = f"{seconds / 3600:.1f} h" if seconds > 3600 else f"{seconds / 60:.0f} min"
+        took += f" ({setting})" if setting else ""
         peak = rows.peak_mb.astype(float).median() + REPLAY_MB.get(script, 0)
         table.append(
             {
@@ -286,10 +288,10 @@ def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
                     {
                         "program": f"`{mine}`",
                         "steps/s": f"{speeds[mine].median():,.0f}",
-                        "fastest peer": peer,
+                        "peer": peer,
                         "its steps/s": f"{speeds[peer].median():,.0f}",
                         "ratio": spread(speeds[mine] / speeds[peer]),
-                        "commit": f"{rows.commit.iloc[0][:7]}, {processor}, {rounds}",
+                        "measured": f"{rows.commit.iloc[0][:7]}, {processor}, {rounds}",
                     }
                 )
     return pd.DataFrame(table)
