@@ -11,11 +11,11 @@ r"""QMIX on SMAX (battles like StarCraft's, in JAX), or with smac/MAP on StarCra
 Each agent estimates the values of its actions from its own observations. In training, a mixing
 network that sees the global state combines the chosen actions' values into Q_tot, the value of the
 joint action, learned by Q-learning from the team's reward. Mixing weights are never negative, so
-the agents' greedy actions are the greedy joint action, and acting needs no mixer.
+the agents' greedy actions form the greedy joint action, and acting needs no mixer.
 
 [QMIX]  Rashid et al. 2018, arXiv:1803.11485          [VDN]   Sunehag et al. 2018, arXiv:1706.05296
 [DDQN]  van Hasselt et al. 2016, arXiv:1509.06461     [IQL]   Tan 1993, ICML
-[SMAX]  Rutherford et al. 2024, arXiv:2311.10090      [PENG]  Peng, Williams 1996, Q(lambda)
+[SMAX]  Rutherford et al. 2024, arXiv:2311.10090      [PENG]  Peng, Williams 1996, ML 22
 [TRICK] Hu et al. 2021, arXiv:2102.03479
 
     symbol   variable   shape            meaning (B episodes of up to T steps; see also Episode)
@@ -97,7 +97,7 @@ class Args:
     learning_rate: float = 1e-3  # step size
     anneal_lr: bool = True  # anneal the learning rate to zero
     max_grad_norm: float = 10.0  # gradient clipping norm
-    test_interval: int = 20_000  # steps between tests
+    test_interval: int = 20_000  # steps between tests, which reseed
     test_nepisode: int = 32  # greedy episodes of a test
     log_interval: int = 2_000  # steps between logs
 
@@ -113,7 +113,7 @@ class Args:
     save_model: bool = True
     upload_model: bool = False  # upload it to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
-    checkpoint_interval: int = 250_000  # steps between checkpoints
+    checkpoint_interval: int = 250_000  # steps; checkpoints drop unfinished episodes
     run_folder: str | None = None  # start or resume the run in this folder
     resume: str | None = None  # resume the run in this folder
     evaluate: str | None = None  # evaluate this model or run folder
@@ -126,19 +126,21 @@ Shape = namedtuple("Shape", "n_agents n_actions obs_dim state_dim")  # n, A, O, 
 def make_envs(args: Args, num_envs: int) -> VectorEnv:
     """Make the parallel environments. Replace this to train on another game.
 
-    Needed is gymnasium's vector interface in SAME_STEP autoreset mode:
+    Called for training and for tests: two sets live at once. A gymnasium VectorEnv in SAME_STEP
+    autoreset mode:
 
     single_observation_space: from `make_space`, a Tuple of the agents' observations (n, O), the
         global state (S,), and the available actions (n, A), at least one per agent.
     reset(seed=...): a tuple of these arrays for N environments, (N, n, O) and so on, and a dict.
         For exact resume, seed and actions must determine all that follows.
     step(actions (N, n)): the same arrays, rewards, terminations, truncations (N,), info. Where an
-        episode ended, the arrays belong to the next, and info["final_obs"][i] is the tuple of
-        its last. info["final_info"]["won"] (N,) is 0 if missing, and NaN to drop an episode.
+        episode ended, the arrays belong to the next, and info["final_obs"][i] is the tuple after
+        its last step. info["final_info"]["won"] (N,) is 0 if missing, and NaN to drop an episode.
     render(): only for --capture-video; an image (height, width, 3) per environment.
 
     SyncVectorEnv([MyGame] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP) does this for a
-    gymnasium.Env with such a space, which may return {"won": ...} as its last info.
+    gymnasium.Env with such an observation_space and the action_space MultiDiscrete([A] * n), which
+    may return {"won": ...} as its last info.
     """
     if args.env_id.startswith("smac/"):
         make, mode = functools.partial(Smac, args.env_id[5:]), AutoresetMode.SAME_STEP
@@ -239,8 +241,9 @@ class Episode(NamedTuple):
 class Environments:
     """Parallel environments that collect episodes.
 
-    To act on: obs (N, n, O), avail_actions (N, n, A), last_actions (N, n), -1 at first. What the
-    last step ended: `finished` (Episodes); by environment, `episodes` (return, length) and `wins`.
+    To act on: obs (N, n, O), avail_actions (N, n, A), last_actions (N, n), -1 at first. After a
+    step: `finished`, the Episodes that ended, and the dicts `episodes` (return, length) and `wins`
+    (0.0, 1.0), whose keys are environments.
     """
 
     def __init__(self, args: Args, num_envs: int) -> None:
@@ -316,7 +319,7 @@ class Agent(nn.Module):
     def forward(self, obs, last_actions, hidden) -> tuple[Tensor, Tensor]:
         """Values (T, B, n, A) of T steps from `hidden` (B, n, H) on, and the hidden states after.
 
-        last_actions (T, B, n) are -1 at an episode's start.
+        last_actions (T, B, n) are -1 at an episode's start. To use an LSTM, concatenate its states.
         """
         n, A = self.shape.n_agents, self.shape.n_actions
         one_hot = last_actions[..., None] == torch.arange(A, device=obs.device)
@@ -361,19 +364,18 @@ class Networks(nn.Module):
             self.mixer = QMixer(shape, args.mixing_embed_dim, args.hypernet_embed)
         elif args.mixer == "vdn":  # [VDN] Sec. 3: Q_tot is the sum
             self.mixer = lambda qvals, state: qvals.sum(dim=-1, keepdim=True)
-        elif args.mixer == "none":  # [IQL]: each value learns the return
+        elif args.mixer == "none":  # [IQL]: each agent learns from the team's reward
             self.mixer = lambda qvals, state: qvals
 
 
 class EpisodeReplay:
-    """The last `buffer_size` episodes, and counts of those added and of updates."""
+    """The last `buffer_size` episodes, and counts of updates that are due and that were made."""
 
     def __init__(self, buffer_size: int) -> None:
-        self.episodes, self.added, self.num_updates = deque(maxlen=buffer_size), 0, 0
+        self.episodes, self.updates_due, self.num_updates = deque(maxlen=buffer_size), 0.0, 0
 
     def add(self, episodes: list[Episode]) -> None:
         self.episodes.extend(episodes)
-        self.added += len(episodes)
 
     def sample(self, batch_size: int) -> Episode:
         """A minibatch of different episodes."""
@@ -385,18 +387,19 @@ class EpisodeReplay:
         torch.save([tuple(episode) for episode in self.episodes], file := io.BytesIO())
         content = bytearray(zlib.compress(file.getbuffer(), level=1))  # to about a tenth
         episodes = torch.frombuffer(content, dtype=torch.uint8)
-        return {"added": self.added, "num_updates": self.num_updates, "episodes": episodes}
+        counts = {"updates_due": self.updates_due, "num_updates": self.num_updates}
+        return counts | {"episodes": episodes}
 
     def load_state_dict(self, state: dict) -> None:
         file = io.BytesIO(zlib.decompress(state["episodes"].numpy()))
         self.episodes.extend(Episode(*tensors) for tensors in torch.load(file, weights_only=True))
-        self.added, self.num_updates = state["added"], state["num_updates"]
+        self.updates_due, self.num_updates = state["updates_due"], state["num_updates"]
 
 
 def td_lambda_targets(batch: Episode, next_values, gamma, td_lambda) -> Tensor:
     r"""Targets y (T, B, ...); next_values[t] is Q'_{t+1}.
 
-    y_t = r_t + \gamma ((1 - \lambda) Q'_{t+1} + \lambda y_{t+1}); \gamma = 0 at terminations,
+    y_t = r_t + \gamma ((1 - \lambda) Q'_{t+1} + \lambda y_{t+1}), at a termination r_t;
     \lambda = 0 at an episode's last step and in [QMIX]. As in [PENG], off-policy, uncorrected.
     """
     discounts = gamma * (1 - batch.terminations)
@@ -410,10 +413,11 @@ def td_lambda_targets(batch: Episode, next_values, gamma, td_lambda) -> Tensor:
 def qmix_loss(networks, target_networks, batch: Episode, args: Args) -> tuple[Tensor, dict]:
     r"""The loss, [QMIX] Eq. (6) as a mean, and a dict of metrics.
 
-    L = 1/P \sum (y^tot - Q_tot(\tau, u, s))^2,   y^tot = r + \gamma Q_tot(\tau', u', s'; \theta^-)
+    L = 1/P \sum (y^tot - Q_tot(\tau, u, s))^2,   y^tot by `td_lambda_targets` from
+    Q' = Q_tot(\tau', u', s'; \theta^-); with td_lambda 0, y^tot = r + \gamma Q'.
 
     u' are the agents' greedy actions, by the online network with double_q ([DDQN]). They maximize
-    Q_tot because it is monotone ([QMIX] Eqs. (4), (5)).
+    Q_tot because it is monotonic ([QMIX] Eqs. (4), (5)).
     """
     mask, actions = batch.filled[1:], batch.actions  # mask (T, B): no padding
     last_actions = torch.cat([torch.full_like(actions[:1], -1), actions])  # (T+1, B, n)
@@ -486,6 +490,11 @@ def play(agent: Agent, envs: Environments, num_episodes: int) -> tuple[list[floa
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or a checkpoint."""
     N = args.num_envs
+    counts = (N, args.batch_size, args.target_update_interval, args.checkpoint_interval)
+    if min(*counts, args.test_interval, args.test_nepisode, args.log_interval) < 1:
+        sys.exit("error: a number of episodes or environments, or an interval, is below 1")
+    if args.batch_size > args.buffer_size:
+        sys.exit("error: --batch-size is above --buffer-size")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
     envs = Environments(args, N)
@@ -518,7 +527,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if args.anneal_lr:
             for group, learning_rate in zip(optimizer.param_groups, learning_rates):
                 group["lr"] = learning_rate * (1 - global_step / last_step)
-        progress = min(1, global_step / args.epsilon_anneal_time)
+        progress = min(1, global_step / max(args.epsilon_anneal_time, 1))
         epsilon = 1 + progress * (args.epsilon_finish - 1)
 
         # Take one step in each environment
@@ -532,8 +541,10 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             run.log(global_step, "charts", {"battle_won": np.mean(list(envs.wins.values()))})
 
         # Update on minibatches of episodes
-        updates_due = int((replay.added - args.batch_size + 1) * args.updates_per_episode)
-        while replay.num_updates < updates_due:
+        if len(replay.episodes) >= args.batch_size:
+            replay.updates_due += args.updates_per_episode * len(envs.finished)
+        while replay.updates_due >= 1:
+            replay.updates_due -= 1
             batch = replay.sample(args.batch_size)
             batch = Episode(*(tensor.to(device) for tensor in batch))
             metrics = update(networks, target_networks, optimizer, batch, args)
@@ -559,6 +570,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 
     envs.envs.close()
     test_envs.envs.close()
+    if not replay.num_updates:
+        print("note: no update was made, as fewer than --batch-size episodes ended")
     run.finish(global_step, "networks")
 
 
