@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -85,6 +86,21 @@ def test_discrete_learns_cartpole(patched, tmp_path):
 
 
 @quick
+@pytest.mark.parametrize("script", ["ppo_continuous", "dqn_per_atari", "a3c_atari"])
+def test_actions_begin_at_the_start_of_their_space(patched, script):
+    names = dict(ppo_continuous="discrete", dqn_per_atari="vectors", a3c_atari="own_environment")
+    module, executed = patched(script, names[script]), []
+    envs = getattr(module, "AtariEnvs", getattr(module, "Environments", None))
+    envs = envs(module.Args(env_id="CartPole-v1"), 2)
+    envs.reset(1, None)
+    envs.action_space = envs.envs.single_action_space = gym.spaces.Discrete(2, start=5)
+    step = envs.envs.step
+    envs.envs.step = lambda actions: executed.append(actions) or step(actions - 5)
+    envs.step(np.array([0, 1]))
+    assert executed[0].tolist() == [5, 6]
+
+
+@quick
 def test_rpo_perturbs_the_mean_only_in_the_loss(patched):
     module = patched("ppo_continuous", "rpo")
     args, agent, obs = module.Args(rpo_alpha=0.3), module.Agent(3, 2), torch.randn(4000, 3)
@@ -117,7 +133,11 @@ def test_kl_penalty_rule_and_loss(patched):
     mean, std = agent.actor(obs), agent.log_std.exp()
     ratio = (Normal(mean, std).log_prob(actions).sum(-1) - old_logprobs).exp()
     kl = (std / stds).log() + (stds**2 + (means - mean) ** 2) / (2 * std**2) - 0.5
-    torch.testing.assert_close(loss, 0.7 * kl.sum(-1).mean() - (ratio * advantages).mean())
+    expected, weights = 0.7 * kl.sum(-1).mean() - (ratio * advantages).mean(), [agent.log_std]
+    torch.testing.assert_close(loss, expected)
+    weights += agent.actor.parameters()
+    gradients = [torch.autograd.grad(x, weights, retain_graph=True) for x in (loss, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_kl_penalty_trains_resumes_evaluates_and_adapts_its_coefficient(patched, tmp_path):
@@ -132,7 +152,12 @@ def test_kl_penalty_trains_resumes_evaluates_and_adapts_its_coefficient(patched,
 def test_lstm_update_sees_what_acting_saw(patched, tmp_path, monkeypatch):
     """Ratios are 1, values the rollout's: states, episode starts and sequences agree."""
     module, ratios, inner_starts = patched("ppo_continuous", "lstm"), [], 0
-    ppo_loss, mlp = module.ppo_loss, module.mlp
+    ppo_loss, mlp, gae = module.ppo_loss, module.mlp, module.compute_gae
+
+    def checked_gae(rewards, values, next_values, *ends):
+        inside = ~(ends[0] | ends[1])[:-1]
+        torch.testing.assert_close(next_values[:-1][inside], values[1:][inside])
+        return gae(rewards, values, next_values, *ends)
 
     def recorded(agent, minibatch, args):
         nonlocal inner_starts
@@ -143,11 +168,16 @@ def test_lstm_update_sees_what_acting_saw(patched, tmp_path, monkeypatch):
         actor.state = states[:, 0].unbind(1)
         torch.testing.assert_close(actor.policy(obs[:, 0]).mean, policy.mean[:, 0])
         inner_starts += starts[:, 1:].sum()
+        x = obs.clone().requires_grad_()
+        _, last_values = agent.unroll(x, torch.zeros_like(starts), states[:, 0])
+        (slopes,) = torch.autograd.grad(last_values[:, -1].sum(), x)
+        assert slopes[:, 0].any()  # backpropagation through time
         loss, metrics = ppo_loss(agent, minibatch, args)
         ratios.append(metrics["approx_kl"])
         return loss, metrics
 
     monkeypatch.setattr(module, "ppo_loss", recorded)
+    monkeypatch.setattr(module, "compute_gae", checked_gae)
     monkeypatch.setattr(module, "mlp", lambda i, o, gain: mlp(i, o, 1.0))  # means depend on h
     flags = SMALL | PPO["lstm"] | dict(num_steps=224, sequence_length=32, learning_rate=0.0)
     train(module, tmp_path, **flags | dict(checkpoint_interval=1000, total_timesteps=896))
@@ -170,6 +200,7 @@ def test_state_std_is_a_change_of_variables_and_scales_actions(patched):
     squashed = TransformedDistribution(Normal(mean[0], log_std[0].exp()), TanhTransform())
     entropy = -squashed.log_prob(squashed.sample((100_000,))).sum(-1).mean()
     assert abs(samples.entropy().mean() - entropy) < 0.02
+    assert torch.autograd.grad(samples.entropy().mean(), agent.actor[-1].bias)[0].all()
 
     envs, executed = module.Environments(module.Args(env_id="Pendulum-v1"), 3), []
     envs.reset(1, None)
@@ -181,8 +212,8 @@ def test_state_std_is_a_change_of_variables_and_scales_actions(patched):
 
 def test_rnd_rewards_and_target(patched, tmp_path, monkeypatch):
     """Two iterations: the target is fixed, the predictor learns; rewards and returns by loops."""
-    module, calls = patched("ppo_continuous", "rnd"), []
-    gae, error = module.compute_gae, module.Agent.prediction_error
+    module, calls, advantages = patched("ppo_continuous", "rnd"), [], []
+    gae, error, ppo_loss = module.compute_gae, module.Agent.prediction_error, module.ppo_loss
 
     def recorded_error(agent, next_obs):
         result = error(agent, next_obs)
@@ -193,10 +224,21 @@ def test_rnd_rewards_and_target(patched, tmp_path, monkeypatch):
     def recorded_gae(*inputs):
         if inputs[-2] == 0.9:  # the intrinsic one
             calls[-1].append(inputs)
-        return gae(*inputs)
+        advantages.append(gae(*inputs).clone())
+        return advantages[-1]
+
+    def checked_loss(agent, minibatch, args):
+        obs, _, _, _, given, _, _, int_returns = minibatch
+        assert torch.isin(given, 2 * advantages[-2] + advantages[-1]).all()
+        loss, metrics = ppo_loss(agent, minibatch, args)
+        expected = 0.5 * (agent.int_critic(obs)[:, 0] - int_returns).square().mean()
+        torch.testing.assert_close(metrics["int_value_loss"], expected)
+        assert torch.isin(int_returns, advantages[-1] + calls[-1][3][1]).all()
+        return loss, metrics
 
     monkeypatch.setattr(module.Agent, "prediction_error", recorded_error)
     monkeypatch.setattr(module, "compute_gae", recorded_gae)
+    monkeypatch.setattr(module, "ppo_loss", checked_loss)
     flags = SMALL | dict(int_gamma=0.9, num_steps=300, total_timesteps=1200)
     train(module, tmp_path / "run", **flags | dict(checkpoint_interval=1200))
     discounted, seen = np.zeros(2), []
@@ -210,6 +252,7 @@ def test_rnd_rewards_and_target(patched, tmp_path, monkeypatch):
         torch.testing.assert_close(rewards, errors / float(np.std(seen)), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(next_values[:-1], values[1:])
         assert not any(mask.any() for mask in ends)
-    (first, *_), (second, *_) = calls
+    (first, next_obs, _, (_, _, next_values, *_)), (second, *_) = calls
+    torch.testing.assert_close(next_values[-1], first.int_critic(next_obs[-1])[:, 0].detach())
     assert_same(dict(first.target.state_dict()), dict(second.target.state_dict()))
     assert not torch.equal(first.predictor[0].weight, second.predictor[0].weight)

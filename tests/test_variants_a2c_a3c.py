@@ -32,7 +32,8 @@ class Recall(gym.Env):
         return [2 * self.cue - 1, 0], {}
     def step(self, action):
         self.t += 1
-        return [0, self.t == 2], 2.0 * (self.t == 3) * (action == self.cue), self.t == 3, False, {}
+        reward = (self.t == 3) * (0.1 + 1.9 * (action == self.cue))  # not to be clipped
+        return [0, self.t == 2], reward, self.t == 3, False, {}
 gym.register("Recall-v0", Recall)
 """
 # Rank 1 begins with other parameters than rank 0. Each rank writes its last ones

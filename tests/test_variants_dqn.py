@@ -115,13 +115,19 @@ def test_munchausen_target(variant):
     soft_values = (np.exp(logs[3]) * (x[3] - 0.3 * logs[3])).sum(1)
     deltas = rewards + bonuses + discounts * soft_values - x[0][ROWS, actions]
     np.testing.assert_allclose(td_errors, deltas, rtol=1e-3, atol=1e-3)
+    with pytest.raises(SystemExit, match="n-step not 1"):
+        variant("munchausen").train(variant("munchausen").Args(n_step=2), None, None)
 
 
 @quick
 def test_noisy_layer(variant):
     """Noise of rank one with the moments of f(x) f(y); none at sigma 0 and in evaluation."""
     torch.manual_seed(0)
-    layer, identity = variant("noisy").NoisyLinear(300, 200), torch.eye(301)[:, :300]
+    module, obs = variant("noisy"), torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
+    network = module.QNetwork((4, 84, 84), 6, True)
+    assert not any(type(x) is nn.Linear for x in network.modules())
+    assert not network(obs).equal(network(obs)) and network.eval()(obs).equal(network(obs))
+    layer, identity = module.NoisyLinear(300, 200), torch.eye(301)[:, :300]
     plain = nn.functional.linear(identity, layer.weight, layer.bias).detach()
     noise, other = (((layer(identity) - plain) / (0.5 * 300**-0.5)).detach() for _ in range(2))
     assert not noise.isclose(other).any(dim=1).all()
@@ -143,6 +149,28 @@ def test_pqn_returns_are_the_vectors(variant):
         columns = map(torch.from_numpy, (rewards, next_values, terminations, last & ~terminations))
         returns = variant("pqn").lambda_returns(*columns, gamma.item(), td_lambda.item())
         check(case, "targets", returns.where(torch.from_numpy(mask), 0), "float32")
+
+
+def test_pqn_normalizes_layers_and_bootstraps_from_maxima(variant, monkeypatch, tmp_path):
+    module, seen = variant("pqn"), []
+    returns, td_loss = module.lambda_returns, module.td_loss
+
+    def see_loss(q_network, obs, actions, targets):
+        if len(seen) == 1:  # the first update
+            assert sum(isinstance(x, nn.LayerNorm) for x in q_network.modules()) == 4
+            highest = q_network(obs).max(dim=1).values.detach()
+            seen.append(torch.isclose(highest[:, None], seen[0].flatten()).any(dim=1))
+        loss, metrics = td_loss(q_network, obs, actions, targets)
+        errors = targets - q_network(obs)[range(len(obs)), actions]
+        torch.testing.assert_close(loss, errors.square().mean() / 2)
+        return loss, metrics
+
+    monkeypatch.setattr(module, "AtariVectorEnv", Tiny)
+    monkeypatch.setattr(module, "td_loss", see_loss)
+    monkeypatch.setattr(module, "lambda_returns", lambda *x: seen.append(x[1]) or returns(*x))
+    flags = {k: x for k, x in LEARNS.items() if hasattr(module.Args, k)}
+    train(module, tmp_path, **flags | dict(total_timesteps=1, num_minibatches=1))
+    assert seen[1].float().mean() > 0.5  # most observations are another's next one
 
 
 def test_live_learning_rate(variant, monkeypatch, tmp_path, capsys):

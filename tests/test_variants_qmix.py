@@ -3,7 +3,6 @@
 import itertools
 import json
 
-import numpy as np
 import pytest
 import torch
 from conftest import assert_resumes, load, train
@@ -128,7 +127,7 @@ def test_mappo_loss_by_loops(patched, monkeypatch):
     batch = module.Episode(*map(torch.nn.utils.rnn.pad_sequence, zip(*episodes)))
     for e in episodes:
         v = 4 + networks.critic(e.state)[:, 0].detach()
-        logits = unroll(networks.agent, e).detach()
+        logits = unroll(networks.agent, e)
         r, discounts = e.rewards[:, 0], 0.9 * (1 - e.terminations[:, 0])
         deltas = r + discounts * v[1:] - v[:-1]
         for t in range(len(r)):
@@ -145,13 +144,17 @@ def test_mappo_loss_by_loops(patched, monkeypatch):
                 ratio = p[e.actions[t, a]] / e.logprobs[t, a].exp()
                 objectives.append(min(ratio * gae, ratio.clamp(0.8, 1.2) * gae))
                 entropies.append(-(p * (p + 1e-300).log()).sum())
-    policy_loss, entropy = -np.mean(objectives), np.mean(entropies)
+    policy_loss, entropy = -torch.stack(objectives).mean(), torch.stack(entropies).mean()
+    weights = list(networks.agent.parameters())
+    gradient = torch.autograd.grad(policy_loss - 0.01 * entropy, weights)
     monkeypatch.setattr(module, "mappo_loss", lambda *x: calls.append(x) or mappo_loss(*x))
     metrics = module.update(networks, torch.optim.SGD(networks.parameters(), lr=0.0), batch, args)
     value_loss, names = errors.square().mean().item(), ("policy_loss", "entropy", "value_loss")
     measured = [metrics[name].item() for name in names]
-    assert measured == pytest.approx([policy_loss, entropy, value_loss], rel=1e-6)
+    expected = [policy_loss.item(), entropy.item(), value_loss]
+    assert measured == pytest.approx(expected, rel=1e-6)
     *inputs, (old_values, *data), _ = calls[0]
     loss, metrics = mappo_loss(*inputs, (old_values + 0.3, *data), args)
     clipped = torch.max(errors.square(), (errors + 0.1).square()).mean().item()
-    assert loss.item() == pytest.approx(policy_loss - 0.01 * entropy + clipped, rel=1e-6)
+    assert loss.item() == pytest.approx(expected[0] - 0.01 * expected[1] + clipped, rel=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(loss, weights), gradient)
