@@ -385,15 +385,6 @@ def test_exploration_is_uniform_over_all_actions_and_independent():
         assert np.mean(actions == best.numpy()) == pytest.approx(1 - epsilon * 4 / 5, abs=0.006)
 
 
-def test_a_tiny_game_is_learned(tmp_path, tiny):
-    flags = dict(n_step=3, prioritized=False, double=False)
-    flags |= dict(total_timesteps=960, train_frequency=2, gamma=0.5, learning_rate=3e-3)
-    flags |= dict(buffer_size=900, target_network_frequency=80, exploration_fraction=0.8)
-    train(tmp_path, checkpoint_interval=10**6, eval_episodes=20, eval_epsilon=0.0, **flags)
-    (score,) = logged(tmp_path)["eval/episodic_return"].values()
-    assert score > 0.9 * Tiny.best  # half of it by chance
-
-
 def record(monkeypatch, owner, name, what):
     """A list of what(arguments, outputs) at each call of a function."""
     calls, function = [], getattr(owner, name)

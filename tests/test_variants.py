@@ -1,7 +1,4 @@
-"""variants/: every patch applies and compiles; PPO's are trained, resumed, evaluated and checked.
-
-The other scripts' variants are run and checked in test_variants_*.py.
-"""
+"""variants/: every patch applies and compiles. PPO's are trained, resumed, evaluated, checked."""
 
 import copy
 import shutil
@@ -42,30 +39,6 @@ def test_applies(patch, tmp_path):
     words = [sys.executable, "-m", "ruff", "check", "--select", "F,E501", "--line-length", "100"]
     process = subprocess.run([*words, script], **options)
     assert process.returncode == 0, process.stdout
-
-
-@quick
-def test_rebase_merges_a_changed_script(tmp_path):
-    """A line of the patch's context changes: the patch is re-created."""
-    for name in ("ppo_continuous.py", "tools/variants.py", "variants/ppo_continuous/rpo.patch"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-
-    def call(words):
-        options = dict(cwd=tmp_path, capture_output=True, text=True)
-        return subprocess.run(words.split(), **options).stdout
-
-    variants, script = f"{sys.executable} tools/variants.py", tmp_path / "ppo_continuous.py"
-    call("git init -q")
-    call("git add ppo_continuous.py")
-    call("git -c user.name=test -c user.email=test@example.org commit -qm base")
-    assert "does not apply" not in call(f"{variants} check")
-    line, changed = "    anneal_lr: bool = True", "    anneal_lr: bool = False"
-    script.write_text(script.read_text().replace(line, changed))
-    assert "does not apply" in call(f"{variants} check")
-    assert "rebased" in call(f"{variants} rebase")
-    call("git apply variants/ppo_continuous/rpo.patch")
-    assert "rpo_alpha" in script.read_text() and changed in script.read_text()
 
 
 # ----- ppo_continuous -----

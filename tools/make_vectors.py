@@ -18,6 +18,7 @@ import random
 import sys
 from decimal import Decimal
 from fractions import Fraction
+from math import isfinite
 from pathlib import Path
 
 decimal.getcontext().prec = 60
@@ -125,8 +126,13 @@ def case(operation, name, inputs, outputs, wrong, tolerance=USUAL) -> dict:
         index, value = max(
             entries(values), key=lambda pair: abs(dec(pair[1]) - dec(right[tuple(pair[0])]))
         )
-        assert float(value) != float(right[tuple(index)]), (operation, name, mistake)
+        truth = float(right[tuple(index)])
+        for allowed in tolerance.values():  # a wrong value fails at either precision
+            limit = 2 * (allowed["atol"] + allowed["rtol"] * abs(truth))
+            assert abs(float(value) - truth) > limit, (operation, name, mistake)
         mistakes.append({"mistake": mistake, "output": output, "at": index, "value": plain(value)})
+    assert mistakes and tolerance.keys() == {"float32", "float64"}, (operation, name)
+    assert all(isfinite(x) for values in outputs.values() for _, x in entries(values))
     return {
         "operation": operation,
         "name": name,
@@ -2046,8 +2052,11 @@ SUBJECTS = {
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for subject, make in SUBJECTS.items():
+        cases = make()
+        names = {(each["operation"], each["name"]) for each in cases}
+        assert len(names) == len(cases), subject
         (folder / f"{subject}.json").write_text(
-            text(subject, make()), encoding="utf-8", newline="\n"
+            text(subject, cases), encoding="utf-8", newline="\n"
         )
 
 
