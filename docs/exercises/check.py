@@ -2,6 +2,7 @@
 
     python docs/exercises/check.py ppo_continuous_1            # the first bug of PPO's page
     python docs/exercises/check.py ppo_continuous_implement    # write compute_gae anew
+    python docs/exercises/check.py ppo_continuous_experiment   # the five-minute experiment
 
 Changes the script in place, runs its tests, and prints the first that fails: that is the symptom.
 Then it runs them again whenever you save the script, until all pass. Ctrl-C stops it; the script
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import experiments
 
 EXERCISES = Path(__file__).resolve().parent
 ROOT = EXERCISES.parent.parent
@@ -52,13 +55,16 @@ def failure(script: str) -> str | None:
 
 
 def main(name: str) -> None:
+    script, _, which = name.rpartition("_")
+    if which == "experiment" and script in IMPLEMENT:
+        experiments.main(script)
+        return
     if importlib.util.find_spec("pytest") is None:
         sys.exit("error: first pip install -r requirements-dev.txt")
-    script, _, which = name.rpartition("_")
     path, patch = ROOT / f"{script}.py", EXERCISES / f"{name}.patch"
     if script not in IMPLEMENT or not (which == "implement" or patch.exists()):
         known = sorted(each.stem for each in EXERCISES.glob("*.patch"))
-        sys.exit(f"error: choose one of {' '.join(known)}, or SCRIPT_implement")
+        sys.exit(f"error: choose one of {' '.join(known)}, SCRIPT_implement or SCRIPT_experiment")
     if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", path.name], cwd=ROOT).returncode:
         sys.exit(f"error: {path.name} has changes; commit them, or `git checkout {path.name}`")
     if which == "implement":
