@@ -63,6 +63,9 @@ WORDS = {  # settings in a legend
     "--batch-size 16": "minibatches of 16",
     "--batch-size 32": "minibatches of 32",
     "--updates-per-episode 0.25": "a fourth of the updates",
+    "--optimizer rmsprop": "RMSprop",
+    "--learning-rate 0.0005": "step size 5e-4",
+    "--td-lambda 0.0": "one-step targets",
 }
 EARLIER = FLAG.findall(f"--num-envs 8 {EARLIER_QMIX}")
 PEERS = {  # of the overview: the peer's script, its name
