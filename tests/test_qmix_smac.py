@@ -409,8 +409,8 @@ def test_training_resumes_exactly_also_with_changes(games, monkeypatch, tmp_path
 
 
 def test_what_would_go_wrong_is_refused(games, monkeypatch, tmp_path, capsys):
-    for flags in (dict(buffer_size=3), dict(test_interval=0)):
-        pytest.raises(SystemExit, train, q, tmp_path, **SMALL | flags)
+    with pytest.raises(SystemExit, match="above --buffer-size"):
+        train(q, tmp_path, **SMALL | dict(buffer_size=3))
     monkeypatch.setattr(Game, "payoffs", np.full((3, 3), np.inf))
     with pytest.raises(FloatingPointError):
         train(q, tmp_path / "diverging", **SMALL)
