@@ -15,7 +15,7 @@ the agents' greedy actions form the greedy joint action, and acting needs no mix
 
 [QMIX]  Rashid et al. 2018, arXiv:1803.11485          [VDN]   Sunehag et al. 2018, arXiv:1706.05296
 [DDQN]  van Hasselt et al. 2016, arXiv:1509.06461     [IQL]   Tan 1993, ICML
-[SMAX]  Rutherford et al. 2024, arXiv:2311.10090      [PENG]  Peng, Williams 1996, ML 22
+[SMAX]  Rutherford et al. 2024, arXiv:2311.10090      [PENG]  Peng, Williams 1996, Mach. Learn. 22
 [TRICK] Hu et al. 2021, arXiv:2102.03479
 
     symbol   variable   shape            meaning (B episodes of up to T steps; see also Episode)

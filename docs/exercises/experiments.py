@@ -63,9 +63,7 @@ def a3c_atari(folder: Path) -> None:
             run(path, "a3c_atari", f"{flags} --max-episode-length 1000 --num-workers {workers}")
             agents.append(torch.load(path / "model.pt", weights_only=True)["agent"])
         same = all(x.equal(agents[1][name]) for name, x in agents[0].items())
-        print(
-            f"{workers} worker{'s' * (workers > 1)}: the parameters are {'not ' * (not same)}equal"
-        )
+        print(f"--num-workers {workers}: the parameters are {'equal' if same else 'not equal'}")
 
 
 def dqn_per_atari(folder: Path) -> None:
