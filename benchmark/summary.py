@@ -46,7 +46,7 @@ QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, 
     "vf_coef": [
         ("ppo_continuous", "Humanoid-v4", "", "weight 0.5 (default)"),
         ("ppo_continuous", "Humanoid-v4", "--vf-coef 1.0", "weight 1, as in Stable-Baselines3"),
-        ("sb3_ppo", "Humanoid-v4", "", "Stable-Baselines3"),
+        ("sb3_ppo", "Humanoid-v4", "--vf-coef 0.5", "Stable-Baselines3"),
     ],
     "num_envs": [
         ("ppo_continuous", "HalfCheetah-v4", "", "1 environment, 2,048 steps (default)"),
