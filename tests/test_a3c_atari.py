@@ -214,9 +214,6 @@ def test_the_optimizer_is_the_one_of_its_name_with_its_rate(tape):
     assert tape.counts[0] == len(tape.steps) and tape.pauses == 2
 
 
-# ----- Mathematics -----
-
-
 @pytest.mark.quick
 def test_optimizers_are_the_vectors():
     """Without clipping, and TensorFlow's RMSprop."""

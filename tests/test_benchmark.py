@@ -40,9 +40,6 @@ def make_results(folder):
     return folder
 
 
-# ----- Statistics -----
-
-
 @pytest.mark.quick
 def test_iqm_is_the_mean_of_the_middle_half():
     values = np.random.default_rng(1).normal(size=(12, 3))
@@ -74,9 +71,6 @@ def test_curves_and_thinning_average_over_bins_of_steps(tmp_path):
     assert len(rows) == 1000 and rows["count"].sum() == 2500 and rows.step.is_monotonic_increasing
     assert (rows.value * rows["count"]).sum() == pytest.approx(points.value.sum())
     assert collect.thin(points[:1000]).equals(points[:1000].assign(count=1))
-
-
-# ----- Collecting -----
 
 
 @pytest.mark.quick
@@ -120,9 +114,6 @@ def test_collected_runs_are_what_the_script_wrote(tmp_path, capsys):
     logged = events[events.tag == "charts/episodic_return"].value
     np.testing.assert_allclose(curve, logged, rtol=1e-5)
     assert float(second["training_return"]) == pytest.approx(logged.mean(), rel=1e-5)
-
-
-# ----- Tables, figures, documents -----
 
 
 def test_a_table_says_what_the_results_say_and_figures_are_drawn(tmp_path):

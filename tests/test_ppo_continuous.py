@@ -411,9 +411,6 @@ def test_a_trained_module_outside_the_checkpoint_is_refused(tmp_path, monkeypatc
         train(ppo, tmp_path / "run", **SMALL)
 
 
-# ----- Training -----
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("flags", [dict(num_envs=128, num_steps=1024), dict(num_minibatches=3)])
 def test_settings_that_would_go_wrong_silently_are_refused(tmp_path, flags):

@@ -50,9 +50,6 @@ def test_the_same_text_in_all_scripts(name):
     assert not different, f"{name} of {different} is another than that of {SHARED[name][0]}"
 
 
-# ----- Checkpoints -----
-
-
 @pytest.mark.quick
 def test_checkpoints_and_points_of_a_finished_run(finished):
     """Checkpoints after batches of 100 steps, of which the interval is no multiple."""
@@ -164,9 +161,6 @@ def test_an_environment_without_ends_and_with_generators_of_its_own(tmp_path, mo
     assert_same(load(runs[0] / "model.pt"), load(again / "model.pt"))
 
 
-# ----- The command line -----
-
-
 def test_each_run_has_a_folder_of_its_own(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x.py", *FLAGS])
     folders = set()
@@ -220,9 +214,6 @@ def test_a_seed_of_any_size(monkeypatch):
     assert len({ppo.seed_everything(2**64 + i) for i in range(3)}) == 3
     assert 0 <= ppo.seed_everything(2**80, 5) < 2**31
     assert len({(ppo.seed_everything(1, 2), torch.rand(1).item()) for _ in range(2)}) == 1
-
-
-# ----- Services -----
 
 
 def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):

@@ -23,9 +23,6 @@ PPO = {"discrete": dict(env_id="CartPole-v1"), "lstm": dict(sequence_length=16, 
 PPO |= {"rnd": {}, "rpo": {}, "state_std": dict(ent_coef=0.01)}
 
 
-# ----- Every script's variants -----
-
-
 @quick
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_applies(patch, tmp_path):
@@ -39,9 +36,6 @@ def test_applies(patch, tmp_path):
     words = [sys.executable, "-m", "ruff", "check", "--select", "F,E501", "--line-length", "100"]
     process = subprocess.run([*words, script], **options)
     assert process.returncode == 0, process.stdout
-
-
-# ----- ppo_continuous -----
 
 
 @pytest.mark.parametrize("name", PPO)
@@ -60,17 +54,18 @@ def test_discrete_learns_cartpole(patched, tmp_path):
 
 @quick
 @pytest.mark.parametrize("script", ["ppo_continuous", "dqn_per_atari", "a3c_atari"])
-def test_actions_begin_at_the_start_of_their_space(patched, script):
+def test_actions_begin_at_the_start_of_their_space_and_truncated_episodes_end(patched, script):
     names = dict(ppo_continuous="discrete", dqn_per_atari="vectors", a3c_atari="own_environment")
     module, executed = patched(script, names[script]), []
     envs = getattr(module, "AtariEnvs", getattr(module, "Environments", None))
-    envs = envs(module.Args(env_id="CartPole-v1"), 2)
+    envs = envs(module.Args(env_id="MountainCar-v0"), 2)
     envs.reset(1, None)
-    envs.action_space = envs.envs.single_action_space = gym.spaces.Discrete(2, start=5)
+    envs.action_space = envs.envs.single_action_space = gym.spaces.Discrete(3, start=5)
     step = envs.envs.step
     envs.envs.step = lambda actions: executed.append(actions) or step(actions - 5)
-    envs.step(np.array([0, 1]))
-    assert executed[0].tolist() == [5, 6]
+    for _ in range(200):
+        envs.step(np.array([0, 1]))
+    assert executed[0].tolist() == [5, 6] and [*envs.episodes.values()] == [(-200, 200)] * 2
 
 
 @quick
@@ -114,7 +109,17 @@ def test_kl_penalty_rule_and_loss(patched):
 
 
 def test_kl_penalty_trains_resumes_evaluates_and_adapts_its_coefficient(patched, tmp_path):
-    module, beta = patched("ppo_continuous", "kl_penalty"), 1.0
+    """The divergence is that of the policy that acted from the new one, over the batch."""
+    module, beta, old_means = patched("ppo_continuous", "kl_penalty"), 1.0, []
+    divergence = module.kl_divergence
+
+    def recorded(old, new):
+        old_means.append(old.mean)
+        if old.mean.dim() == 3:  # of the batch, after its minibatches
+            assert torch.isin(old_means[-2], old.mean).all() and not old.mean.equal(new.mean)
+        return divergence(old, new)
+
+    module.kl_divergence = recorded
     scalars = logged(assert_resumes(module, tmp_path, **SMALL, target_kl=1e-4))
     for kl, new in zip(scalars["losses/kl"].values(), scalars["losses/kl_coef"].values()):
         beta *= 2 if kl > 1.5e-4 else 0.5 if kl < 1e-4 / 1.5 else 1

@@ -121,7 +121,7 @@ def test_ppo_takes_each_step_once_in_every_epoch_and_begins_as_a2c(variant, tmp_
 
 def test_lstm_unrolls_each_episode(variant, tmp_path):
     """Values, bootstraps and gradients are those of nn.LSTM, unrolled from an episode's start."""
-    module, lstm, steps, rollouts = variant("lstm"), nn.LSTM(512, 256), [], []
+    module, lstm, steps, rollouts = variant("lstm", 100), nn.LSTM(512, 256), [], []
     envs, update, step = module.AtariEnvs, module.update, module.AtariEnvs.step
     first_obs = envs(module.Args(**SMALL), 4).reset(module.seed_everything(1, 0), None)
 
@@ -157,6 +157,7 @@ def test_lstm_unrolls_each_episode(variant, tmp_path):
                 torch.testing.assert_close(returns[t, n], expected, **CLOSE)
             frames = [obs[n]] if n in episodes else [*frames, obs[n]]
     assert sum(len(episodes) for _, episodes in steps) >= 4 and values.std() > 1e-3
+    assert any(x[3].any() for x, _ in steps)  # a life was lost, which resets nothing
 
 
 def test_two_ranks_are_one_process(variant, tmp_path):

@@ -157,6 +157,22 @@ def test_pqn_network_loss_and_returns(variant):
         check(case, "targets", returns.where(torch.from_numpy(mask), 0), "float32")
 
 
+def test_pqn_bootstraps_from_the_largest_value(variant, monkeypatch, tmp_path):
+    module = variant("pqn")
+
+    def returns_of(rewards, next_values, *_):
+        assert (next_values == 7).all()
+        return rewards
+
+    def forward(network, obs):
+        return 0 * network.head.bias + torch.tensor([3.0, 7.0]).expand(len(obs), 2)
+
+    monkeypatch.setattr(module.QNetwork, "forward", forward)
+    monkeypatch.setattr(module, "AtariVectorEnv", Tiny)
+    monkeypatch.setattr(module, "lambda_returns", returns_of)
+    train(module, tmp_path, num_envs=4, num_minibatches=4, total_timesteps=256, eval_episodes=2)
+
+
 def test_live_learning_rate(variant, monkeypatch, tmp_path, capsys):
     """Taken over when losses are logged, and exact, also when killed before the file is deleted."""
     module, live = variant("live_learning_rate"), '\ufeff{"learning_rate": 5e-05}'
