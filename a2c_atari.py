@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #     "torch==2.13.0", "gymnasium==1.3.0", "ale-py==0.12.1", "numpy==2.4.6", "tyro==1.0.17",
 #     "tqdm", "tensorboard==2.21.0", "wandb==0.31.0", "moviepy==2.2.1", "huggingface-hub==2.4.0",
@@ -9,8 +9,8 @@ r"""Advantage actor-critic (A2C) on Atari: the synchronous, batched variant of A
 
 The policy acts for `num_steps` steps in all environments. An action's return is the discounted sum
 of the following rewards, bootstrapped with the value of the last observation. One gradient step
-makes actions whose return exceeded the value more likely, fits the values to the returns, and adds
-an entropy bonus that encourages exploration.
+makes actions whose return exceeded the value more likely and fits the values to the returns; an
+entropy bonus encourages exploration.
 
 [A3C]   Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", arXiv:1602.01783
 [DQN]   Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature 518
@@ -23,7 +23,7 @@ an entropy bonus that encourages exploration.
     r_t            rewards     (T, N)          reward, clipped to its sign; at truncation + gamma V
     R_t            returns     (T, N)          n-step return, [A3C] Alg. S3
     V(s_t)         values      (T, N)          value estimate
-    \log\pi(a|s)   logprobs    (T, N)          its log-probability, 0 if FIRE is pressed instead
+    \log\pi(a|s)   logprobs    (T, N)          log-probability of a_t, 0 if FIRE is pressed instead
     H(\pi(s))      entropies   (T, N)          entropy of the policy
     \beta          ent_coef                    weight of the entropy bonus, [A3C] Sec. 4
 
@@ -92,7 +92,7 @@ class Args:
     max_grad_norm: float = 0.5  # gradient clipping norm
     rmsprop_alpha: float = 0.99  # decay rate of the mean squared gradient; kept at a resume
     rmsprop_eps: float = 1e-5  # added to it (--torch-rmsprop: to its root); kept at a resume
-    torch_rmsprop: bool = False  # use PyTorch's RMSprop
+    torch_rmsprop: bool = False  # use PyTorch's RMSprop; the same at a resume
     frame_stack: int = 4  # frames per observation
     conv3_filters: int = 64  # filters of the third convolution
     bf16: bool = False  # compute in bfloat16 (on some processors far slower)
@@ -122,9 +122,10 @@ class Args:
 def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
-    `AtariEnvs` clips their rewards to the sign. Required are observations (N, C, H, W) in uint8,
-    discrete actions and SAME_STEP autoreset: at an episode's end, `step` returns the next episode's
-    first observation, and `info["final_obs"]` holds the final one.
+    Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
+    observation, and `info["final_obs"]` holds the last), discrete actions, and observations
+    (N, C, H, W) in uint8. `reset(seed=...)` must reset all state, or resuming is not exact.
+    `AtariEnvs` clips rewards to their sign.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -170,7 +171,7 @@ class AtariEnvs:
         self.fire = np.full(self.num_envs, self.has_fire)
         self.video_folder = video_folder if self.args.capture_video else None
         self.video_frames = []
-        return obs
+        return obs.copy()
 
     def step(self, actions: np.ndarray) -> tuple:
         """Returns the observations to act on, those that the actions led to (different at an
@@ -194,6 +195,7 @@ class AtariEnvs:
             if episode_over[0]:
                 self.save_video()
         self.episodes = {}
+        obs = obs.copy()  # Trap: with `copy=False`, vector environments reuse this array
         next_obs = obs.copy() if episode_over.any() else obs
         for i in np.flatnonzero(episode_over):
             self.episodes[i] = (self.returns[i], self.lengths[i])
@@ -310,6 +312,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: tuple, args:
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or from a checkpoint."""
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
+    if min(T, N, args.log_interval) < 1:
+        sys.exit("error: --num-steps, --num-envs or --log-interval below 1")
     if batch_size > args.checkpoint_interval:
         sys.exit(f"error: --checkpoint-interval is below the batch size of {batch_size}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -345,8 +349,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             for t in range(T):
                 policy, value = agent(torch.from_numpy(obs).to(device))
                 actions = policy.sample()
-                chosen = torch.from_numpy(~envs.fire).to(device)  # False where FIRE is pressed
-                logprobs.append(policy.log_prob(actions) * chosen)
+                policy_mask = torch.from_numpy(~envs.fire).to(device)  # 0 where FIRE is pressed
+                logprobs.append(policy.log_prob(actions) * policy_mask)
                 values.append(value)
                 entropies.append(policy.entropy())
                 transition = envs.step(actions.cpu().numpy())
@@ -425,10 +429,10 @@ def seed_everything(*key: int) -> int:
 
 
 def write_file(path: Path, content: dict) -> None:
-    """Write a file atomically."""
+    """Write atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # fail now if damaged
+    torch.load(file, "meta", mmap=True)  # must load
     os.replace(file, path)
 
 
@@ -446,33 +450,36 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """The run folder: logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
+    """A run's logs, checkpoints of `parts`, progress bar and result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
         self.recent_returns, self.num_episodes = deque(maxlen=100), 1
-        start = checkpoint or {"global_step": 0, "seconds": 0}
+        start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
-        modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
-        groups = [group for part in parts.values() for group in getattr(part, "param_groups", [])]
+        modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
+        groups = [group for x in parts.values() for group in getattr(x, "param_groups", [])]
         if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # not on Windows
-            from fcntl import LOCK_EX, LOCK_NB, flock
+            import fcntl
 
-            flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
-        for name, part in parts.items() if checkpoint else ():
-            part.load_state_dict(checkpoint[name])
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            for name in parts if checkpoint else ():
+                parts[name].load_state_dict(checkpoint[name])
+        except Exception as error:
+            sys.exit(f"error: the checkpoint does not fit: {error}")
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
 
-            options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
+            options = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+            options |= dict(config=asdict(args), allow_val_change=True, resume="allow")
             options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             wandb.init(sync_tensorboard=True, **options)
-        step = start["global_step"]  # later points are purged
+        step = start["global_step"]
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
 
@@ -485,7 +492,7 @@ class Run:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            means = {"episodic_return": returns.mean(), "episodic_length": lengths.mean()}
+            means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
             self.log(global_step, "charts", means)
 
     def progress(self, global_step: int) -> None:
@@ -495,13 +502,13 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, names) -> dict:
-        header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
+        header = dict(script=SCRIPT, args=asdict(self.args), global_step=global_step)
         header["seconds"] = time.time() - self.started
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; keep the one before, and no later ones."""
-        if self.num_episodes == 0:
+        """Write a checkpoint; keep the one before, no later ones."""
+        if self.num_episodes == 0 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
             self.num_episodes = math.nan  # never 0
         self.num_episodes *= 0
@@ -545,7 +552,7 @@ def main() -> None:
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
             print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
-        args = tyro.cli(Args, default=Args(**saved))  # flags not given keep their values
+        args = tyro.cli(Args, default=Args(**saved))  # flags not given are kept
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
@@ -564,7 +571,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
-        sys.exit(f"error: {folder} is in use by another process")
+        sys.exit(f"error: {folder} is in use")
     except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 

@@ -28,9 +28,9 @@ it to the shared model without a lock ("Hogwild"). Then it copies the shared mod
 
 Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
   * Gradients are zeroed before each backward pass; pytorch-a3c on PyTorch 2 accumulates them.
-  * Network, crop, Adam, 20 steps and clipping are pytorch-a3c's. The paper
-    (Suppl. Sec. 8) has larger frames, two convolutions, 5 steps, and RMSprop with annealed learning
-    rates, sampled from 1e-4 to 1e-2.
+  * Network, crop, Adam, 20 steps and clipping are pytorch-a3c's. The paper (Suppl. Sec. 8) has
+    larger frames, two convolutions, 5 steps, and RMSprop with annealed learning rates, sampled from
+    1e-4 to 1e-2.
   * The squared value error has the weight 1/4, as in pytorch-a3c; the paper's is 1.
   * Observations are normalized by their own mean and std; pytorch-a3c has running averages.
   * FIRE is pressed on the first step of each life; policy loss and entropy mask it out.
@@ -84,16 +84,16 @@ class Args:
     num_workers: int = 4  # processes that act and learn
     num_steps: int = 20  # t_max: steps of a worker between updates
     gamma: float = 0.99  # discount factor
-    episodic_life: bool = False  # end the return at a lost life
+    episodic_life: bool = False  # end the return, and the LSTM's memory, at a lost life
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which includes a factor 1/2
     max_grad_norm: float = 50.0  # gradient clipping norm
-    optimizer: Literal["adam", "rmsprop"] = "adam"  # Adam, or the paper's RMSprop
+    optimizer: Literal["adam", "rmsprop"] = "adam"  # or the paper's RMSprop; the same at a resume
     learning_rate: float = 1e-4  # step size
     anneal_lr: bool = False  # anneal it linearly to zero
     lstm: bool = True  # one frame and an LSTM (--no-lstm: four frames and none)
     max_episode_length: int = 27_000  # steps after which an episode is truncated
-    log_interval: int = 100  # how often to log losses (in updates of worker 0)
+    log_interval: int = 100  # updates of worker 0 between logged losses
 
     exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
@@ -120,6 +120,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
     Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
     observation, and `info["final_obs"]` holds the last), discrete actions, and observations
     (N, C, 105, 80) in uint8, which `Agent` crops. `AtariEnvs` clips rewards to their sign.
+    `reset(seed=...)` must reset all state.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -167,7 +168,7 @@ class AtariEnvs:
         self.fire = np.full(self.num_envs, self.has_fire)
         self.video_folder = video_folder if self.args.capture_video else None
         self.video_frames = []
-        return obs
+        return obs.copy()
 
     def step(self, actions: np.ndarray) -> tuple:
         """Returns the observations to act on, those that the actions led to (different at an
@@ -191,6 +192,7 @@ class AtariEnvs:
             if episode_over[0]:
                 self.save_video()
         self.episodes = {}
+        obs = obs.copy()  # Trap: with `copy=False`, vector environments reuse this array
         next_obs = obs.copy() if episode_over.any() else obs
         for i in np.flatnonzero(episode_over):
             self.episodes[i] = (self.returns[i], self.lengths[i])
@@ -363,8 +365,8 @@ def actor_learner(
     rank: int, args: Args, folder: Path, shared_model, optimizer, steps, start_steps, messages
 ) -> None:
     """Worker `rank`, [A3C] Alg. S3. All workers share the model, the optimizer's state and the
-    numbers of `steps` that each has taken, without a lock ([HOG]). At a checkpoint each sets its
-    `start_steps` to -1, and waits for `train` to set the global step.
+    numbers of `steps` that each has taken, without a lock ([HOG]). At a checkpoint each sets
+    `start_steps[rank]` to -1, and waits until `train` writes the global step there.
     """
     prepare_worker(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -426,8 +428,8 @@ def actor_learner(
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Start the workers, log what they report, and save checkpoints while they wait."""
-    if min(args.num_workers, args.num_steps) < 1:
-        sys.exit("error: --num-workers or --num-steps below 1")
+    if min(args.num_workers, args.num_steps, args.log_interval) < 1:
+        sys.exit("error: --num-workers, --num-steps or --log-interval below 1")
     if args.checkpoint_interval < args.num_workers * args.num_steps:
         sys.exit("error: --checkpoint-interval below one rollout of each worker")
     seed_everything(args.seed, 0)
@@ -439,6 +441,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         optimizer = SharedAdam(model.parameters(), args.learning_rate, betas=(0.9, 0.999), eps=1e-8)
     else:
         optimizer = SharedRMSprop(model.parameters(), args.learning_rate, alpha=0.99, eps=1e-5)
+
+    if not isinstance(optimizer, SharedOptimizer):
+        sys.exit("error: workers need a SharedOptimizer, whose state they share")
 
     parts = {"agent": model, "optimizer": optimizer}
     global_step = checkpoint["global_step"] if checkpoint else 0
@@ -523,10 +528,10 @@ def seed_everything(*key: int) -> int:
 
 
 def write_file(path: Path, content: dict) -> None:
-    """Write a file atomically."""
+    """Write atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # fail now if damaged
+    torch.load(file, "meta", mmap=True)  # must load
     os.replace(file, path)
 
 
@@ -544,33 +549,36 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """The run folder: logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
+    """A run's logs, checkpoints of `parts`, progress bar and result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
         self.recent_returns, self.num_episodes = deque(maxlen=100), 1
-        start = checkpoint or {"global_step": 0, "seconds": 0}
+        start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
-        modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
-        groups = [group for part in parts.values() for group in getattr(part, "param_groups", [])]
+        modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
+        groups = [group for x in parts.values() for group in getattr(x, "param_groups", [])]
         if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # not on Windows
-            from fcntl import LOCK_EX, LOCK_NB, flock
+            import fcntl
 
-            flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
-        for name, part in parts.items() if checkpoint else ():
-            part.load_state_dict(checkpoint[name])
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            for name in parts if checkpoint else ():
+                parts[name].load_state_dict(checkpoint[name])
+        except Exception as error:
+            sys.exit(f"error: the checkpoint does not fit: {error}")
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
 
-            options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
+            options = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+            options |= dict(config=asdict(args), allow_val_change=True, resume="allow")
             options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             wandb.init(sync_tensorboard=True, **options)
-        step = start["global_step"]  # later points are purged
+        step = start["global_step"]
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
 
@@ -583,7 +591,7 @@ class Run:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            means = {"episodic_return": returns.mean(), "episodic_length": lengths.mean()}
+            means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
             self.log(global_step, "charts", means)
 
     def progress(self, global_step: int) -> None:
@@ -593,13 +601,13 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, names) -> dict:
-        header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
+        header = dict(script=SCRIPT, args=asdict(self.args), global_step=global_step)
         header["seconds"] = time.time() - self.started
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; keep the one before, and no later ones."""
-        if self.num_episodes == 0:
+        """Write a checkpoint; keep the one before, no later ones."""
+        if self.num_episodes == 0 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
             self.num_episodes = math.nan  # never 0
         self.num_episodes *= 0
@@ -643,7 +651,7 @@ def main() -> None:
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
             print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
-        args = tyro.cli(Args, default=Args(**saved))  # flags not given keep their values
+        args = tyro.cli(Args, default=Args(**saved))  # flags not given are kept
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
@@ -662,7 +670,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
-        sys.exit(f"error: {folder} is in use by another process")
+        sys.exit(f"error: {folder} is in use")
     except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 

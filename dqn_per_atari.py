@@ -97,7 +97,7 @@ class Args:
     end_epsilon: float = 0.01  # final probability of a random action
     exploration_fraction: float = 0.025  # part of the run over which epsilon is annealed
     learning_rate: float = 1e-4  # Adam's step size
-    adam_eps: float = 1e-8  # Adam's epsilon; kept at a resume
+    adam_eps: float = 1e-8  # Adam's epsilon; as saved at a resume
     max_grad_norm: float = 0.5  # gradient clipping norm
     frame_stack: int = 4  # frames per observation
     episodic_life: bool = True  # treat a lost life as the end of the return
@@ -131,6 +131,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
     Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
     observation, and `info["final_obs"]` holds the last), discrete actions, and uint8 observations
     (N, frame_stack, H, W): the last frames, zeros before the episode. Rewards are clipped.
+    `reset(seed=...)` must reset all state.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -176,7 +177,7 @@ class AtariEnvs:
         self.fire = np.full(self.num_envs, self.has_fire)
         self.video_folder = video_folder if self.args.capture_video else None
         self.video_frames = []
-        return obs
+        return obs.copy()
 
     def step(self, actions: np.ndarray) -> tuple:
         """Returns the observations to act on, those that the actions led to (different at an
@@ -200,6 +201,7 @@ class AtariEnvs:
             if episode_over[0]:
                 self.save_video()
         self.episodes = {}
+        obs = obs.copy()  # Trap: with `copy=False`, vector environments reuse this array
         next_obs = obs.copy() if episode_over.any() else obs
         for i in np.flatnonzero(episode_over):
             self.episodes[i] = (self.returns[i], self.lengths[i])
@@ -230,7 +232,7 @@ class QNetwork(nn.Module):
             nn.Conv2d(64, 64, 3, stride=1),  # (B, 64, 7, 7)
             nn.ReLU(),
             nn.Flatten(),
-            nn.Linear(64 * 7 * 7, 512),
+            nn.Linear(64 * 7 * 7, 512),  # for frames of 84 x 84
             nn.ReLU(),
         )
         if dueling:
@@ -319,10 +321,10 @@ class Priorities:
 class Replay:
     """A ring buffer. Each row is a step of an environment, whose next step is N rows later.
 
-    For observations that are no stacked frames see variants/dqn_per_atari/vectors.patch.
+    For observations that are not stacked frames see variants/dqn_per_atari/vectors.patch.
 
-    Rows have priority 0, and are not drawn, if (1) a frame of their stack has been overwritten, (2)
-    their episode was truncated by s_{t+n}, or (3) s_{t+n} is still to come.
+    Rows have priority 0, and are not drawn, if (1) a frame of their stack may be overwritten, (2)
+    s_{t+n} was not stored, since the episode was truncated, or (3) s_{t+n} is still to come.
     """
 
     ARRAYS = ("actions", "rewards", "terminations", "ages", "nodes")  # besides frames
@@ -354,7 +356,7 @@ class Replay:
         self.terminations[new], self.ages[new] = terminations, ages
         self.priorities.set(self.later(new, self.frame_stack - 1), 0)  # (1)
 
-        # The rows n steps ago now have their s_{t+n} (3), unless they were truncated (2)
+        # The rows n steps ago now have s_{t+n} (3), a termination, or neither (2)
         rows, k = self.later(new, -self.n_step), np.arange(self.n_step)
         steps = self.later(rows[:, None], k)  # (N, n)
         same_episode = self.ages[steps] == self.ages[rows, None] + k
@@ -372,8 +374,9 @@ class Replay:
         """Rows (B,), and obs, actions, returns, discounts, next_obs, weights."""
         rows, weights = self.priorities.draw(batch_size, beta)
         steps = self.later(rows[:, None], np.arange(self.n_step))  # (B, n)
-        returns = n_step_returns(self.rewards[steps], self.terminations[steps], self.gamma)
-        returns, discounts, weights = np.float32([*returns, weights])
+        rewards, terminations = self.rewards[steps], self.terminations[steps]
+        returns, discounts = n_step_returns(rewards, terminations, self.gamma)
+        returns, discounts, weights = np.float32([returns, discounts, weights])
         obs, next_obs = self.stacks(rows), self.stacks(self.later(rows, self.n_step))
         batch = [obs, self.actions[rows], returns, discounts, next_obs, weights]
         return rows, [torch.from_numpy(x) for x in batch]
@@ -422,8 +425,9 @@ def epsilon_greedy(q_network, obs, epsilon: float, device) -> np.ndarray:
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or from a checkpoint."""
     N = args.num_envs
-    if min(N, args.n_step) < 1:
-        sys.exit("error: --num-envs or --n-step below 1")
+    sizes = (N, args.n_step, args.frame_stack, args.batch_size, args.train_frequency)
+    if min(*sizes, args.target_network_frequency, args.log_interval) < 1:
+        sys.exit("error: a size, number or interval is below 1")
     first = max(args.learning_starts, N * (args.frame_stack + args.n_step))
     if first > min(args.buffer_size, args.total_timesteps):
         sys.exit(f"error: learning starts at {first}, above --buffer-size or --total-timesteps")
@@ -437,8 +441,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     optimizer = torch.optim.Adam(q_network.parameters(), lr, eps=eps, fused=True)
     replay = Replay(args, envs.envs.single_observation_space)
 
-    parts = {"agent": q_network, "target_network": target_network}
-    parts |= {"optimizer": optimizer, "replay": replay}
+    parts = {"replay": replay, "agent": q_network}
+    parts |= {"target_network": target_network, "optimizer": optimizer}
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
@@ -559,10 +563,10 @@ def seed_everything(*key: int) -> int:
 
 
 def write_file(path: Path, content: dict) -> None:
-    """Write a file atomically."""
+    """Write atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # fail now if damaged
+    torch.load(file, "meta", mmap=True)  # must load
     os.replace(file, path)
 
 
@@ -580,33 +584,36 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """The run folder: logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
+    """A run's logs, checkpoints of `parts`, progress bar and result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
         self.recent_returns, self.num_episodes = deque(maxlen=100), 1
-        start = checkpoint or {"global_step": 0, "seconds": 0}
+        start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
-        modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
-        groups = [group for part in parts.values() for group in getattr(part, "param_groups", [])]
+        modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
+        groups = [group for x in parts.values() for group in getattr(x, "param_groups", [])]
         if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # not on Windows
-            from fcntl import LOCK_EX, LOCK_NB, flock
+            import fcntl
 
-            flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
-        for name, part in parts.items() if checkpoint else ():
-            part.load_state_dict(checkpoint[name])
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            for name in parts if checkpoint else ():
+                parts[name].load_state_dict(checkpoint[name])
+        except Exception as error:
+            sys.exit(f"error: the checkpoint does not fit: {error}")
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
 
-            options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
+            options = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+            options |= dict(config=asdict(args), allow_val_change=True, resume="allow")
             options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             wandb.init(sync_tensorboard=True, **options)
-        step = start["global_step"]  # later points are purged
+        step = start["global_step"]
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
 
@@ -619,7 +626,7 @@ class Run:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            means = {"episodic_return": returns.mean(), "episodic_length": lengths.mean()}
+            means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
             self.log(global_step, "charts", means)
 
     def progress(self, global_step: int) -> None:
@@ -629,13 +636,13 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, names) -> dict:
-        header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
+        header = dict(script=SCRIPT, args=asdict(self.args), global_step=global_step)
         header["seconds"] = time.time() - self.started
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; keep the one before, and no later ones."""
-        if self.num_episodes == 0:
+        """Write a checkpoint; keep the one before, no later ones."""
+        if self.num_episodes == 0 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
             self.num_episodes = math.nan  # never 0
         self.num_episodes *= 0
@@ -679,7 +686,7 @@ def main() -> None:
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
             print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
-        args = tyro.cli(Args, default=Args(**saved))  # flags not given keep their values
+        args = tyro.cli(Args, default=Args(**saved))  # flags not given are kept
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
@@ -698,7 +705,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
-        sys.exit(f"error: {folder} is in use by another process")
+        sys.exit(f"error: {folder} is in use")
     except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 

@@ -16,7 +16,7 @@ to [1 - epsilon, 1 + epsilon] removes the incentive to move it out of that inter
 [TIME] Pardo et al. 2018, arXiv:1712.00378
 [37] Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
 
-  symbol       variable    shape      meaning (T num_steps, N num_envs, B minibatch size)
+  symbol       variable    shape      meaning (T num_steps, N num_envs, B minibatch)
   s_t          obs         (T, N, D)  normalized observation
   s_{t+1}      next_obs    (T, N, D)  observation after a_t (at an episode's end, the last)
   a_t          actions     (T, N, A)  action, before clipping to the action space
@@ -68,7 +68,7 @@ from tqdm import tqdm
 class Args:
     """Proximal policy optimization for continuous control."""
 
-    env_id: str = "HalfCheetah-v4"  # needs a Box action space
+    env_id: str = "HalfCheetah-v4"  # needs a flat Box action space
     total_timesteps: int = 1_000_000  # steps, rounded up to whole batches
     num_envs: int = 1  # N: parallel environments
     num_steps: int = 2048  # T: steps per environment and iteration
@@ -131,8 +131,8 @@ def make_env(args: Args, video_folder: Path | None) -> gym.Env:
 def make_envs(args: Args, num_envs: int, video_folder: Path | None) -> VectorEnv:
     """Make parallel environments. Replace this to train on a vectorized simulator.
 
-    Requires flat Box spaces and SAME_STEP autoreset: at an episode's end, `step` returns the first
-    observation of the next, and `info["final_obs"]` holds the final one.
+    Requires NumPy arrays, flat Box spaces and SAME_STEP autoreset: at an episode's end, `step`
+    returns the first observation of the next, and `info["final_obs"]` holds the final one.
     """
     folders = [video_folder] + [None] * (num_envs - 1)
     env_fns = [lambda folder=folder: make_env(args, folder) for folder in folders]
@@ -244,12 +244,12 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.full((action_dim,), log_std_init))
 
     def policy(self, obs: Tensor) -> Independent:
-        """pi(.|s): a diagonal Gaussian, whose log-probabilities and entropies are (B,)."""
+        """pi(.|s) for obs (..., D): a diagonal Gaussian, with log-probabilities (...)."""
         gaussian = Normal(self.actor(obs), self.log_std.exp(), validate_args=False)
         return Independent(gaussian, 1)
 
     def value(self, obs: Tensor) -> Tensor:
-        """V(s) (B,)."""
+        """V(s) (...)."""
         return self.critic(obs).squeeze(-1)
 
 
@@ -308,7 +308,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, minibatch: tuple, arg
     return metrics
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def act(agent: Agent, obs: np.ndarray, device: torch.device) -> np.ndarray:
     """Sample actions (N, A) for observations (N, D)."""
     return agent.policy(torch.from_numpy(obs).to(device)).sample().cpu().numpy()
@@ -389,7 +389,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 # ----- The run: evaluation, checkpoints, logging. Nothing below belongs to the algorithm. -----
 
 SCRIPT = "ppo_continuous"
-EVAL_STEPS = 100_000  # limit of an episode
+EVAL_STEPS = 100_000  # per episode
 
 
 @torch.no_grad()
@@ -403,7 +403,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     obs = envs.reset(seed, folder / "videos" / "evaluation")
     while len(ended) < args.eval_episodes and envs.lengths.max() < EVAL_STEPS:
         obs, *_ = envs.step(agent.policy(torch.from_numpy(obs)).mode.numpy())
-        ended = envs.episodes | ended  # the first episode of each environment
+        ended = envs.episodes | ended  # the first episode of each
     envs.envs.close()
     returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
@@ -420,10 +420,10 @@ def seed_everything(*key: int) -> int:
 
 
 def write_file(path: Path, content: dict) -> None:
-    """Write a file atomically."""
+    """Write atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # fail now if damaged
+    torch.load(file, "meta", mmap=True)  # must load
     os.replace(file, path)
 
 
@@ -441,33 +441,36 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """The run folder: logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
+    """A run's logs, checkpoints of `parts`, progress bar and result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
         self.recent_returns, self.num_episodes = deque(maxlen=100), 1
-        start = checkpoint or {"global_step": 0, "seconds": 0}
+        start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
-        modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
-        groups = [group for part in parts.values() for group in getattr(part, "param_groups", [])]
+        modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
+        groups = [group for x in parts.values() for group in getattr(x, "param_groups", [])]
         if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # not on Windows
-            from fcntl import LOCK_EX, LOCK_NB, flock
+            import fcntl
 
-            flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
-        for name, part in parts.items() if checkpoint else ():
-            part.load_state_dict(checkpoint[name])
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            for name in parts if checkpoint else ():
+                parts[name].load_state_dict(checkpoint[name])
+        except Exception as error:
+            sys.exit(f"error: the checkpoint does not fit: {error}")
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
 
-            options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
+            options = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+            options |= dict(config=asdict(args), allow_val_change=True, resume="allow")
             options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             wandb.init(sync_tensorboard=True, **options)
-        step = start["global_step"]  # later points are purged
+        step = start["global_step"]
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
 
@@ -480,7 +483,7 @@ class Run:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            means = {"episodic_return": returns.mean(), "episodic_length": lengths.mean()}
+            means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
             self.log(global_step, "charts", means)
 
     def progress(self, global_step: int) -> None:
@@ -490,13 +493,13 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, names) -> dict:
-        header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
+        header = dict(script=SCRIPT, args=asdict(self.args), global_step=global_step)
         header["seconds"] = time.time() - self.started
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; keep the one before, and no later ones."""
-        if self.num_episodes == 0:
+        """Write a checkpoint; keep the one before, no later ones."""
+        if self.num_episodes == 0 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
             self.num_episodes = math.nan  # never 0
         self.num_episodes *= 0
@@ -532,18 +535,18 @@ class Run:
 
 
 def accelerate(args: Args):
-    """--compile: `act` in numpy and `update` compiled, or a note why not."""
-    with contextlib.suppress(AttributeError):  # new versions also compile backward()
+    """`act` in numpy and `update` compiled, or a note why not."""
+    with contextlib.suppress(AttributeError):  # compiles backward() too
         torch._dynamo.config.trace_autograd_ops = True
     torch._logging.set_logs(dynamo=40)
-    options = {"fallback_random": True, "size_asserts": False}  # as eager
+    options = {"fallback_random": True, "size_asserts": False}  # eager's draws
     compiled = torch.compile(update, options=options)
     weights, noise = [], []
 
     def fast_update(agent, optimizer, *inputs):
         noise.clear()
         for group in optimizer.param_groups:
-            group["lr"] = torch.as_tensor(group["lr"])  # Trap: a new float recompiles
+            group["lr"] = torch.tensor(np.float64(group["lr"]))  # Trap: new floats recompile
             group["fused"] = False  # compilable
         metrics = compiled(agent, optimizer, *inputs)
         assert metrics["grad_norm"], "graph break"
@@ -590,7 +593,7 @@ def main() -> None:
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
             print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
-        args = tyro.cli(Args, default=Args(**saved))  # flags not given keep their values
+        args = tyro.cli(Args, default=Args(**saved))  # flags not given are kept
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
@@ -609,7 +612,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
-        sys.exit(f"error: {folder} is in use by another process")
+        sys.exit(f"error: {folder} is in use")
     except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 

@@ -641,10 +641,10 @@ def seed_everything(*key: int) -> int:
 
 
 def write_file(path: Path, content: dict) -> None:
-    """Write a file atomically."""
+    """Write atomically."""
     file = path.with_suffix(".tmp")
     torch.save(content, file)
-    torch.load(file, "meta", mmap=True)  # fail now if damaged
+    torch.load(file, "meta", mmap=True)  # must load
     os.replace(file, path)
 
 
@@ -662,33 +662,36 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """The run folder: logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
+    """A run's logs, checkpoints of `parts`, progress bar and result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
         self.recent_returns, self.num_episodes = deque(maxlen=100), 1
-        start = checkpoint or {"global_step": 0, "seconds": 0}
+        start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
-        modules = nn.ModuleList(part for part in parts.values() if isinstance(part, nn.Module))
-        groups = [group for part in parts.values() for group in getattr(part, "param_groups", [])]
+        modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
+        groups = [group for x in parts.values() for group in getattr(x, "param_groups", [])]
         if {p for group in groups for p in group["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # not on Windows
-            from fcntl import LOCK_EX, LOCK_NB, flock
+            import fcntl
 
-            flock(os.open(folder, os.O_RDONLY), LOCK_EX | LOCK_NB)
-        for name, part in parts.items() if checkpoint else ():
-            part.load_state_dict(checkpoint[name])
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            for name in parts if checkpoint else ():
+                parts[name].load_state_dict(checkpoint[name])
+        except Exception as error:
+            sys.exit(f"error: the checkpoint does not fit: {error}")
         print(f"run folder: {folder}", flush=True)
         if args.track:
             import wandb
 
-            options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            options |= {"config": asdict(args), "allow_val_change": True, "resume": "allow"}
+            options = dict(project=args.wandb_project_name, entity=args.wandb_entity)
+            options |= dict(config=asdict(args), allow_val_change=True, resume="allow")
             options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
             wandb.init(sync_tensorboard=True, **options)
-        step = start["global_step"]  # later points are purged
+        step = start["global_step"]
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
 
@@ -701,7 +704,7 @@ class Run:
             self.num_episodes += len(episodes)
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
-            means = {"episodic_return": returns.mean(), "episodic_length": lengths.mean()}
+            means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
             self.log(global_step, "charts", means)
 
     def progress(self, global_step: int) -> None:
@@ -711,13 +714,13 @@ class Run:
         self.bar.update(global_step - self.bar.n)
 
     def pack(self, global_step: int, names) -> dict:
-        header = {"script": SCRIPT, "args": asdict(self.args), "global_step": global_step}
+        header = dict(script=SCRIPT, args=asdict(self.args), global_step=global_step)
         header["seconds"] = time.time() - self.started
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; keep the one before, and no later ones."""
-        if self.num_episodes == 0:
+        """Write a checkpoint; keep the one before, no later ones."""
+        if self.num_episodes == 0 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
             self.num_episodes = math.nan  # never 0
         self.num_episodes *= 0
@@ -761,7 +764,7 @@ def main() -> None:
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
             print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
-        args = tyro.cli(Args, default=Args(**saved))  # flags not given keep their values
+        args = tyro.cli(Args, default=Args(**saved))  # flags not given are kept
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"
@@ -780,7 +783,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
-        sys.exit(f"error: {folder} is in use by another process")
+        sys.exit(f"error: {folder} is in use")
     except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 

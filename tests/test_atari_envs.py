@@ -201,9 +201,12 @@ class Catch(gym.Env):
 
 def test_a_users_environment_is_learned(tmp_path, monkeypatch):
     """A random player scores -0.5, a perfect one 1. Alpha is smaller, for a short run."""
-    mode = gym.vector.AutoresetMode.SAME_STEP
-    make_envs = functools.partial(gym.vector.SyncVectorEnv, autoreset_mode=mode)
+    options = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP, copy=False)
+    make_envs = functools.partial(gym.vector.SyncVectorEnv, **options)
     monkeypatch.setattr(a2c, "make_atari", lambda args, num_envs: make_envs([Catch] * num_envs))
+    envs = a2c.AtariEnvs(make_args(), 2)
+    first, second, third = envs.reset(1, None), *(envs.step(np.zeros(2, int))[0] for _ in range(2))
+    assert (first != second).any() and (second != third).any()  # in arrays of their own
     options = dict(num_envs=8, total_timesteps=4800, gamma=0.9, rmsprop_alpha=0.5)
     options |= dict(learning_rate=5e-3, conv3_filters=32, eval_episodes=50, greedy=True)
     a2c.train(make_args(**options), tmp_path, None)
