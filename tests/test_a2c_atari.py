@@ -27,9 +27,6 @@ def no_evaluation(monkeypatch):
     monkeypatch.setattr(a2c, "evaluate", lambda *_: [0.0])
 
 
-# ----- Mathematics -----
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_returns(precision):
@@ -354,9 +351,10 @@ def test_a_changed_script_resumes_exactly(tmp_path, monkeypatch, no_evaluation, 
 
 
 @pytest.mark.quick
-def test_a_batch_larger_than_the_interval_is_refused_before_a_folder_is_made(tmp_path):
+@pytest.mark.parametrize("flag, value", [("checkpoint_interval", 9), ("num_envs", 0)])
+def test_sizes_that_do_not_fit_are_refused_before_a_folder_is_made(tmp_path, flag, value):
     with pytest.raises(SystemExit, match=r"^error: "):
-        train(a2c, tmp_path / "run", **SMALL | dict(checkpoint_interval=9))
+        train(a2c, tmp_path / "run", **SMALL | {flag: value})
     assert not (tmp_path / "run").exists()
 
 

@@ -402,9 +402,12 @@ def test_what_workers_start_from(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_a_checkpoint_interval_below_a_rollout_of_each_worker_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="error: "):
+def test_what_workers_could_not_share_or_finish_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="--checkpoint-interval"):
         a3c.train(a3c.Args(checkpoint_interval=79), tmp_path, None)
+    monkeypatch.setattr(a3c, "SharedAdam", torch.optim.Adam)
+    with pytest.raises(SystemExit, match="SharedOptimizer"):
+        a3c.train(a3c.Args(), tmp_path, None)
 
 
 # ----- Processes -----

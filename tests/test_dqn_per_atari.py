@@ -287,6 +287,9 @@ def test_replay_continues_from_its_state(steps):
     for changed in (*changes, dict(env_id="ALE/Pong-v5")):
         with pytest.raises(SystemExit, match="error: "):
             make_replay(**settings | changed).load_state_dict(state)
+    for flag in ("frame_stack", "batch_size", "train_frequency", "target_network_frequency"):
+        with pytest.raises(SystemExit, match="below 1"):
+            dqn.train(dqn.Args(**SMALL | {flag: 0}), Path(), None)
 
 
 @quick

@@ -28,9 +28,6 @@ def finished(tmp_path_factory):
     return train(ppo, tmp_path_factory.mktemp("ppo") / "run", **SMALL)
 
 
-# ----- Mathematics -----
-
-
 @pytest.mark.quick
 @PRECISIONS
 def test_gae_equals_the_double_sum(precision):
@@ -163,9 +160,6 @@ def test_two_iterations_equal_a_plain_loop_in_float64(tmp_path, monkeypatch):
             optimizer.step()
     for name, x in load(path / "model.pt")["agent"].items():
         torch.testing.assert_close(x.double(), agent.state_dict()[name], rtol=0, atol=2e-7)
-
-
-# ----- Environments -----
 
 
 class PointMass(VectorEnv):
@@ -364,7 +358,7 @@ def test_changes_train_and_resume_exactly_and_compiled(tmp_path, monkeypatch, ca
     torch.testing.assert_close(*models, rtol=0, atol=3e-5)
 
 
-def test_a_print_in_the_loss_is_seen_in_every_step(tmp_path, monkeypatch, capsys):
+def test_a_print_in_the_loss_is_seen_in_every_step_and_resumes(tmp_path, monkeypatch, capsys):
     loss, compile, models = ppo.ppo_loss, torch.compile, []
 
     def ppo_loss(agent, minibatch, args):
@@ -374,9 +368,10 @@ def test_a_print_in_the_loss_is_seen_in_every_step(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(ppo, "ppo_loss", ppo_loss)  # and no C++ compiler, which is slow
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend="aot_eager"))
     for compiled in (False, True):
-        flags = SMALL | dict(num_envs=16, num_steps=8, total_timesteps=256, compile=compiled)
-        models.append(load(train(ppo, tmp_path / f"{compiled}", **flags) / "model.pt")["agent"])
-        assert len({x for x in capsys.readouterr().out.splitlines() if "sum of" in x}) == 8
+        folder, flags = tmp_path / f"{compiled}", SMALL | dict(num_envs=16, num_steps=8)
+        flags |= dict(total_timesteps=512, checkpoint_interval=256, compile=compiled)
+        models.append(load(assert_resumes(ppo, folder, **flags) / "model.pt")["agent"])
+        assert len({x for x in capsys.readouterr().out.splitlines() if "sum of" in x}) == 16
     torch.testing.assert_close(*models, rtol=0, atol=3e-5)
 
 

@@ -102,9 +102,6 @@ def make_networks(args, seed=1, module=q):
     return pair
 
 
-# ----- The mathematics -----
-
-
 @quick
 def test_the_mixer_follows_the_vectors():
     for case in cases("qmix", "qmix_mixer"):
@@ -278,9 +275,6 @@ def test_episodes_hold_what_happened(games):
                 observed[i], taken[i], rewards[i] = [game.reset()[0]], [], []
                 num_episodes += 1
     assert num_episodes > 100
-
-
-# ----- Training -----
 
 
 def check_acting(agent, envs, hidden, *epsilon):

@@ -77,6 +77,10 @@ def test_damaged_checkpoints_are_skipped_and_code_is_not_run(finished, tmp_path,
         assert ppo.load_checkpoint(folder)["global_step"] == 700
         assert newest.name in capsys.readouterr().out
     assert not (tmp_path / "exploded").exists()
+    for wrong in (finished / "model.pt", finished):  # no optimizer; another size of the network
+        args = ppo.Args(**SMALL | {"env_id": "MountainCarContinuous-v0"})
+        with pytest.raises(SystemExit, match="does not fit"):
+            ppo.train(args, tmp_path / wrong.name / "new", ppo.load_checkpoint(wrong))
     older.write_bytes(b"")
     with pytest.raises(SystemExit, match="no intact checkpoint"):
         ppo.load_checkpoint(folder)
@@ -229,11 +233,13 @@ def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
     assert first["config"]["num_steps"] == 50 and first["sync_tensorboard"]
 
 
-def test_upload(tmp_path, monkeypatch):
+def test_upload(tmp_path, monkeypatch, capsys):
     calls, named = {}, lambda name, exist_ok: types.SimpleNamespace(repo_id=name)
     api = types.SimpleNamespace(create_repo=named, upload_folder=calls.update)
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=lambda: api))
-    train(ppo, tmp_path / "run", **SMALL, upload_model=True, hf_entity="lab", save_model=False)
+    flags = SMALL | dict(total_timesteps=500, upload_model=True, hf_entity="lab", save_model=False)
+    train(ppo, tmp_path / "run", **flags)
+    assert "no episode ended" not in capsys.readouterr().out  # in the short rest of 100 steps
     assert calls["repo_id"] == "lab/Pendulum-v1-ppo_continuous-1"
     assert {"model.pt", "README.md", "result.json"} <= {*os.listdir(calls["folder_path"])}
 
