@@ -1,16 +1,13 @@
 """a2c_atari.py: its mathematics, its runs, and what users change in it."""
 
 import math
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, assert_same, load, logged, resume, train
+from conftest import assert_same, load, logged, resume, train
 from torch import nn
 from torch.distributions import Categorical
 from vectors_reader import cases, check
@@ -96,9 +93,6 @@ def test_network_is_initialized_orthogonally_and_takes_its_sizes_from_the_enviro
     assert policy.sample().shape == values.shape == policy.entropy().shape == (2,)
 
 
-# ----- Whole updates, from the frames and rewards of a run -----
-
-
 class Tape:
     """A run without its evaluation: of its steps arrays (S, N, ...), of its updates the results."""
 
@@ -149,15 +143,15 @@ def plain_network(parameters, obs):
 
 OTHER = dict(learning_rate=1e-4, torch_rmsprop=True, rmsprop_alpha=0.9, rmsprop_eps=1e-3)
 OTHER |= dict(anneal_lr=True, gae_lambda=0.95, bootstrap_truncation=False, ent_coef=0.1)
-OTHER |= dict(vf_coef=0.25, max_grad_norm=0.2)
-OPTIONS = {"default": dict(learning_rate=0.1, max_grad_norm=0.1), "other": OTHER}
+OTHER |= dict(vf_coef=0.25, max_grad_norm=0.2, gamma=0.9)
+OPTIONS = {"RMSprop": dict(learning_rate=0.1, max_grad_norm=0.1, gamma=0.9), "other": OTHER}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_updates_are_the_papers_in_float64(tmp_path, limit_games, name):
     """Nine updates: returns, gradients, clipping, parameters and log."""
     limit_games(a2c, 132)
-    options = dict(num_envs=3, total_timesteps=135, checkpoint_interval=10**6, conv3_filters=32)
+    options = dict(num_envs=3, total_timesteps=121, checkpoint_interval=10**6, conv3_filters=32)
     tape = Tape(tmp_path, **options | OPTIONS[name])
     args, T, points = tape.args, 5, logged(tmp_path)
     assert tape.terminations.any() and tape.truncations.any() and tape.fire.any()
@@ -233,9 +227,6 @@ def test_bf16_differs_from_float32_by_its_precision(tmp_path):
     assert torch.cosine_similarity(exact, short, dim=0) > 0.9
 
 
-# ----- Runs: checkpoints, resume, evaluation -----
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a run, and the seeds of its resets and of its evaluation's."""
@@ -269,13 +260,13 @@ def test_seeds_checkpoints_and_flags_given_at_a_resume(finished, tmp_path, no_ev
 def test_episodes_are_logged_unclipped_and_losses_by_interval(tmp_path, limit_games):
     limit_games(a2c, 400)
     flags = dict(env_id="ALE/SpaceInvaders-v5", total_timesteps=405, checkpoint_interval=10**6)
-    train(a2c, tmp_path, **SMALL | flags | dict(log_interval=3))
+    train(a2c, tmp_path, **SMALL | flags | dict(log_interval=4))
     points = logged(tmp_path)
     assert points["charts/episodic_length"] == {200: 100, 400: 100}
     returns = points["charts/episodic_return"]
     assert list(returns) == [200, 400] and max(returns.values()) > 5
     assert list(points["eval/episodic_return"]) == [410]
-    assert list(points["losses/entropy"]) == [*range(30, 410, 30), 410]
+    assert list(points["losses/entropy"]) == [*range(40, 410, 40), 410]
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -302,6 +293,8 @@ def test_evaluation_counts_first_episodes(tmp_path, monkeypatch, limit_games, gr
     assert returns == [episodes[-1][0][0], 7.0, episodes[-1][2][0]] and len(actions) == 63
     assert (np.unique(actions).tolist() == [2]) == greedy
     assert max(returns) > 1  # unclipped
+    monkeypatch.setattr(a2c, "EVAL_STEPS", 5)
+    assert len(a2c.evaluate(args, model, tmp_path)) == 3 and len(actions) == 63 + 5
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
@@ -319,9 +312,6 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     checkpoint = a2c.load_checkpoint(tmp_path)
     assert checkpoint["global_step"] == 40 and not (tmp_path / "model.pt").exists()
     assert all(x.isfinite().all() for x in checkpoint["agent"].values())
-
-
-# ----- What users change -----
 
 
 class Changed(a2c.Agent):
@@ -359,12 +349,9 @@ def test_sizes_that_do_not_fit_are_refused_before_a_folder_is_made(tmp_path, fla
 
 
 def test_what_speeds_the_cpu_up(tmp_path, no_evaluation):
-    """Denormals are flushed to zero, and threads do not spin (read when torch is imported)."""
+    """Denormals are flushed to zero."""
     flushes = torch.set_flush_denormal(True)  # whether this processor can
     torch.set_flush_denormal(False)
     train(a2c, tmp_path, **SMALL | dict(total_timesteps=10))
     product = torch.full((8,), 1e-30) * 1e-9
     assert bool((product.view(torch.int32) != 0).any()) == (not flushes)
-    words = [sys.executable, "-c", "import a2c_atari, os; print(os.environ['OMP_WAIT_POLICY'])"]
-    environment = {name: x for name, x in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    assert subprocess.check_output(words, cwd=ROOT, env=environment) == b"PASSIVE\n"

@@ -28,7 +28,6 @@ import a3c_atari as a3c
 SMALL = dict(env_id="BreakoutNoFrameskip-v4", num_workers=1, num_steps=7, total_timesteps=95)
 SMALL |= dict(checkpoint_interval=40, max_episode_length=60, log_interval=2, eval_episodes=2)
 ADAM, RMSPROP = dict(betas=(0.9, 0.999), eps=1e-8), dict(alpha=0.99, eps=1e-5)
-torch.set_num_threads(1)  # for fixtures of the module too
 
 
 def make_optimizer(args, agent):
@@ -62,7 +61,8 @@ class Tape:
         self.counts[worker - 1] = self.others = others
 
         class AtariEnvs(a3c.AtariEnvs):
-            def reset(self, seed, _):
+            def reset(self, seed, videos):
+                assert (videos is None) == (worker > 0)
                 tape.resets.append((len(tape.steps), seed, torch.initial_seed()))
                 self.obs = super().reset(seed, None)
                 return self.obs
@@ -159,7 +159,7 @@ def papers_gradient(tape, theta, rollout, state):
 
 
 CLIPPED = dict(optimizer="rmsprop", max_grad_norm=0.5, learning_rate=1e-3)
-LIVES = dict(episodic_life=True, max_episode_length=60, ent_coef=0.1)
+LIVES = dict(episodic_life=True, max_episode_length=60, ent_coef=0.1, vf_coef=0.25, gamma=0.9)
 LIVES |= dict(anneal_lr=True, others=300, num_workers=2, total_timesteps=500)
 LIVES |= dict(checkpoint_interval=430)
 NO_LSTM = dict(env_id="SpaceInvadersNoFrameskip-v4", lstm=False, optimizer="rmsprop")
@@ -277,6 +277,9 @@ def test_the_network_sees_the_field_without_the_borders():
     obs, _ = envs.reset(seed=np.array([1]))
     assert obs[0, 0, 16].mean() > 200 and obs[0, 0, 97].mean() > 200
     agent = a3c.Agent((1, 105, 80), 6, a3c.Args())
+    for layer, gain in ((agent.policy_head, 0.01), (agent.value_head, 1), (agent.trunk[0], 2**0.5)):
+        values = torch.linalg.svdvals(layer.weight.detach().flatten(1))
+        assert values.allclose(torch.full_like(values, gain), 1e-3) and not layer.bias.any()
     assert agent.features(torch.zeros(1, 1, 105, 80)).isfinite().all()
     agent.trunk = nn.Identity()
     frame = agent.features(torch.from_numpy(obs))[0, 0]
@@ -284,9 +287,6 @@ def test_the_network_sees_the_field_without_the_borders():
     background = frame.median()
     assert ((frame - background).abs() < 1e-3).float().mean() > 0.9
     assert (frame[[0, -1]] - background).abs().max() < 1e-3
-
-
-# ----- What workers do -----
 
 
 def test_exploration_and_what_is_logged(tmp_path):
@@ -310,6 +310,8 @@ def test_workers_seeds_and_checkpoints_have_different_episodes_and_random_number
     again = Tape(tmp_path, **options, worker=1)
     assert [row["sampled"] for row in again.steps] == [row["sampled"] for row in runs[1].steps]
     assert torch.equal(again.updates[-1]["after"], runs[1].updates[-1]["after"])
+    runs += [Tape(tmp_path, **options | dict(log_interval=1), worker=rank) for rank in (0, 1)]
+    assert [any(tags for *_, tags in run.messages) for run in runs[-2:]] == [True, False]
 
 
 def test_a_worker_uses_the_threads_it_is_given_and_flushes_denormals(monkeypatch):
@@ -350,12 +352,13 @@ def test_evaluation(tmp_path, monkeypatch, capsys):
         return result
 
     def forward(self, obs, lstm_state, forward=a3c.Agent.forward):
+        assert not self.training
         zero.append((torch.stack(list(lstm_state)) == 0).all(-1).all(0).numpy())
         return forward(self, obs, lstm_state)
 
     monkeypatch.setattr(a3c.AtariEnvs, "step", step)
     monkeypatch.setattr(a3c.Agent, "forward", forward)
-    args = a3c.Args(**SMALL | dict(episodic_life=True))
+    args = a3c.Args(**SMALL | dict(episodic_life=True, seed=2))
     agent = a3c.Agent((1, 105, 80), 4, args)
     model = {"agent": agent.state_dict(), "global_step": 0}
     returns = a3c.evaluate(args, model, tmp_path)
@@ -363,7 +366,7 @@ def test_evaluation(tmp_path, monkeypatch, capsys):
     np.testing.assert_array_equal(zero, ended[:-1])
     assert sum(map(sum, ended)) > 3  # lives
     assert np.unique(actions).tolist() == [0, 1, 2, 3]  # sampled
-    assert torch.initial_seed() not in [a3c.seed_everything(1, 0, 2 + rank) for rank in range(4)]
+    assert torch.initial_seed() == a3c.seed_everything(2, 0, 1)  # no worker's
     monkeypatch.setattr(a3c, "EVAL_STEPS", 10)
     assert len(a3c.evaluate(args, model, tmp_path)) == 2
     assert "0 episodes" in capsys.readouterr().out
@@ -410,8 +413,6 @@ def test_what_workers_could_not_share_or_finish_is_refused(tmp_path, monkeypatch
         a3c.train(a3c.Args(), tmp_path, None)
 
 
-# ----- Processes -----
-
 FLAGS = "--num-workers 2 --max-episode-length 40 --eval-episodes 1 --run-folder run "
 
 
@@ -435,12 +436,13 @@ def processes_in(folder):
 
 
 def test_two_workers_to_the_end(tmp_path):
-    flags = f"{FLAGS} --total-timesteps 400 --checkpoint-interval 250".split()
+    flags = f"{FLAGS} --total-timesteps 400 --checkpoint-interval 250 --log-interval 2".split()
     run("a3c_atari", *flags, cwd=tmp_path)
     folder = tmp_path / "run"
     steps = [load(path)["global_step"] for path in sorted(folder.glob("checkpoint_*.pt"))]
     assert 250 <= steps[0] < 290 and 400 <= steps[1] < 440 and len(steps) == 2
     lengths = logged(folder)["charts/episodic_length"]
+    assert "losses/entropy" in logged(folder)
     assert set(lengths.values()) == {40} and max(lengths) > 200
 
 

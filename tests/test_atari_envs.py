@@ -11,6 +11,8 @@ from ale_py import ALEInterface, roms
 from conftest import logged
 
 import a2c_atari as a2c
+import a3c_atari as a3c
+import dqn_per_atari as dqn
 
 
 def make_args(**options):
@@ -79,6 +81,7 @@ def test_games_are_the_plain_emulators(limit_games, env_id, num_envs, steps, lim
     assert envs.obs_shape == (4, 84, 84)
     # The frame numbers say how many no-ops there were, which the emulator's vector draws
     games = [Plain(args, 3 + n, frame, limit) for n, frame in enumerate(envs.counter)]
+    assert num_envs == 1 or len({*envs.counter}) > 1
     fire = np.full(num_envs, ale_py.Action.FIRE in games[0].action_set)
     ended = lost_lives = 0
     for t in range(steps):
@@ -112,17 +115,23 @@ def test_games_are_the_plain_emulators(limit_games, env_id, num_envs, steps, lim
 
 @pytest.mark.quick
 def test_ids_mean_what_they_mean_in_gymnasium(monkeypatch):
-    monkeypatch.setattr(a2c, "AtariVectorEnv", lambda **settings: settings)
+    for module in (a2c, a3c, dqn):
+        monkeypatch.setattr(module, "AtariVectorEnv", lambda **settings: settings)
+    free = dict.fromkeys(("num_threads", "stack_num", "img_height", "img_width"))
     gym.register_envs(ale_py)
     specs = [x for x in gym.registry.values() if str(x.entry_point).startswith("ale_py")]
     known = [x for x in specs if x.id.startswith("ALE/") or "NoFrameskip" in x.id]
     assert len(known) > 200
     for spec in known:
         for env_id in (spec.id, spec.id.replace("NoFrameskip", "Deterministic")):
-            settings = a2c.make_atari(make_args(env_id=env_id), 1)
+            settings = a2c.make_atari(make_args(env_id=env_id, frame_stack=3), 1)
             for name in ("game", "repeat_action_probability", "max_num_frames_per_episode"):
                 assert settings[name] == spec.kwargs[name], env_id
             assert settings["frameskip"] == 4 and not spec.kwargs["full_action_space"]
+            assert settings["stack_num"] == 3
+            for module in (a3c, dqn):  # whose games are the same, but for what is seen of them
+                other = module.make_atari(module.Args(env_id=env_id), 1)
+                assert other | free == settings | free, (module.__name__, env_id)
 
 
 BAD_IDS = ("Breakout-v4", "CartPole-v1", "BreakoutNoFrameSkip-v4", "nomodule:X-v0", "")
@@ -206,7 +215,7 @@ def test_a_users_environment_is_learned(tmp_path, monkeypatch):
     monkeypatch.setattr(a2c, "make_atari", lambda args, num_envs: make_envs([Catch] * num_envs))
     envs = a2c.AtariEnvs(make_args(), 2)
     first, second, third = envs.reset(1, None), *(envs.step(np.zeros(2, int))[0] for _ in range(2))
-    assert (first != second).any() and (second != third).any()  # in arrays of their own
+    assert (first != second).any() and (second != third).any() and (first != third).any()
     options = dict(num_envs=8, total_timesteps=4800, gamma=0.9, rmsprop_alpha=0.5)
     options |= dict(learning_rate=5e-3, conv3_filters=32, eval_episodes=50, greedy=True)
     a2c.train(make_args(**options), tmp_path, None)

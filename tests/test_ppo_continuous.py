@@ -83,9 +83,12 @@ def test_policy_is_a_diagonal_gaussian():
 
 @pytest.mark.quick
 def test_layers_are_orthogonal():
-    for i, gain in ((0, 2**0.5), (2, 2**0.5), (4, 0.01)):
-        singular_values = torch.linalg.svdvals(ppo.Agent(3, 2).actor[i].weight)
-        torch.testing.assert_close(singular_values, torch.full_like(singular_values, gain))
+    for network, last_gain in (("actor", 0.01), ("critic", 1.0)):
+        for i, gain in ((0, 2**0.5), (2, 2**0.5), (4, last_gain)):
+            layer = getattr(ppo.Agent(3, 2), network)[i]
+            singular_values = torch.linalg.svdvals(layer.weight)
+            torch.testing.assert_close(singular_values, torch.full_like(singular_values, gain))
+            assert not layer.bias.any()
 
 
 @pytest.mark.quick
@@ -111,7 +114,8 @@ def test_observations_are_normalized_and_rewards_scaled(monkeypatch):
 
 def test_two_iterations_equal_a_plain_loop_in_float64(tmp_path, monkeypatch):
     """From recorded transitions, with the functions that are checked above."""
-    args = ppo.Args(**SMALL | dict(total_timesteps=256, ent_coef=0.01, gamma=0.9, log_std_init=0.5))
+    flags = dict(total_timesteps=250, ent_coef=0.01, gamma=0.9, gae_lambda=0.8, log_std_init=0.5)
+    args = ppo.Args(**SMALL | flags | dict(max_grad_norm=0.3))  # 256 steps
     monkeypatch.setattr(ppo, "make_envs", lambda args, n, *_: PointMass(n, limit=11))
     weights, steps, orders = [], [], []
     act, step, randperm = ppo.act, ppo.Environments.step, torch.randperm
@@ -136,9 +140,10 @@ def test_two_iterations_equal_a_plain_loop_in_float64(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "randperm", recorded_order)
     path = train(ppo, tmp_path / "run", **vars(args))
 
-    agent = ppo.Agent(3, 2).double()
-    agent.load_state_dict(weights[0])
-    assert (agent.log_std == 0.5).all()
+    ppo.seed_everything(1, 0)
+    agent = ppo.Agent(3, 2, 0.5)
+    assert_same(dict(agent.state_dict()), dict(weights[0]))
+    agent.double()
     optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5)
     for i in range(2):
         rollout = [torch.tensor(np.stack(x)) for x in zip(*steps[64 * i : 64 * (i + 1)])]
@@ -149,14 +154,14 @@ def test_two_iterations_equal_a_plain_loop_in_float64(tmp_path, monkeypatch):
             logprobs = agent.policy(obs).log_prob(actions)
             values, next_values = agent.value(obs), agent.value(next_obs)
         inputs = (rewards, values, next_values, terminations, truncations)
-        advantages = ppo.compute_gae(*inputs, 0.9, 0.95)
+        advantages = ppo.compute_gae(*inputs, 0.9, 0.8)
         batch = [obs, actions, logprobs, values, advantages, advantages + values]
         optimizer.param_groups[0]["lr"] = 3e-4 * (1 - i / 2)
         for indices in torch.cat(orders[2 * i : 2 * (i + 1)]).view(4, 64):
             loss, _ = ppo.ppo_loss(agent, [x.flatten(0, 1)[indices] for x in batch], args)
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.3)
             optimizer.step()
     for name, x in load(path / "model.pt")["agent"].items():
         torch.testing.assert_close(x.double(), agent.state_dict()[name], rtol=0, atol=2e-7)
@@ -264,11 +269,24 @@ def test_statistics_are_shared_and_frozen_in_evaluation():
     assert_same(envs.obs_stats.state_dict(), frozen.obs_stats.state_dict())
 
 
-def test_evaluation_uses_the_saved_statistics(finished):
-    model, args = torch.load(finished / "model.pt", weights_only=True), ppo.Args(**SMALL)
+def test_evaluation_uses_the_saved_statistics_and_draws_nothing(finished):
+    model, args = torch.load(finished / "model.pt", weights_only=True), ppo.Args(**SMALL, seed=3)
     first, again = (ppo.evaluate(args, model, finished) for _ in range(2))
+    state = torch.get_rng_state()
+    ppo.seed_everything(3, model["global_step"], 1)
+    assert_same(state, torch.get_rng_state())
     model["obs_stats"]["mean"] += 3
     assert first == again != ppo.evaluate(args, model, finished)
+
+
+@pytest.mark.quick
+def test_evaluation_counts_the_first_episodes(monkeypatch, tmp_path):
+    env_fns = [lambda x=x: Counter(lengths=x) for x in ((3, 4), (8,))]
+    options = dict(autoreset_mode=AutoresetMode.SAME_STEP)
+    monkeypatch.setattr(ppo, "make_envs", lambda *_: gym.vector.SyncVectorEnv(env_fns, **options))
+    model = dict(agent=ppo.Agent(1, 1).state_dict(), global_step=0)
+    model["obs_stats"] = ppo.RunningMeanStd((1,)).state_dict()
+    assert ppo.evaluate(ppo.Args(eval_episodes=2), model, tmp_path) == [6, 36]
 
 
 def test_asynchronous_environments_give_the_same_and_overlap(finished, tmp_path):
@@ -287,9 +305,6 @@ def test_asynchronous_environments_give_the_same_and_overlap(finished, tmp_path)
     assert seconds[0] > 1.5 * seconds[1], seconds
 
 
-# ----- What users change, without and with --compile -----
-
-
 class Changed(ppo.Agent):
     """A Laplace policy, a buffer, a frozen critic, ReLU and dropout."""
 
@@ -301,6 +316,7 @@ class Changed(ppo.Agent):
         self.actor.insert(2, nn.Dropout(0.3))
 
     def policy(self, obs):
+        assert self.training == (len(obs) > 1)  # but for the evaluation's one environment
         mean = self.scale * self.actor(obs)
         return Independent(Laplace(mean, self.log_std.exp().expand_as(mean)), 1)
 

@@ -23,6 +23,7 @@ SMALL = dict(num_envs=3, total_timesteps=500, checkpoint_interval=200, batch_siz
 SMALL |= dict(log_interval=50, test_interval=170, test_nepisode=4, rnn_hidden_dim=8)
 SMALL |= dict(epsilon_anneal_time=400, target_update_interval=7, max_grad_norm=1.5, eval_episodes=4)
 SMALL |= dict(updates_per_episode=1.0, td_lambda=0.0, optimizer="rmsprop", learning_rate=5e-4)
+SMALL |= dict(epsilon_finish=0.1)
 SHAPE = Shape(n_agents=3, n_actions=4, obs_dim=5, state_dim=6)
 quick = pytest.mark.quick
 
@@ -63,7 +64,8 @@ class Game(gym.Env):
 
 
 def make_games(args, num_envs):
-    return SyncVectorEnv([Game] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    games = [Game] * num_envs  # in arrays that they reuse
+    return SyncVectorEnv(games, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 @pytest.fixture
@@ -181,9 +183,6 @@ def test_updates_are_pymarls_formulas(mixer, flags):
             parameter.data -= 0.1 * args.max_grad_norm / (norm + 1e-6) * grad
     for (name, mine), theirs in zip(networks.named_parameters(), plain[0].parameters()):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11, msg=name)
-
-
-# ----- Replay, acting, episodes -----
 
 
 @quick
@@ -360,9 +359,9 @@ def test_the_log_says_what_happened(finished, tmp_path):
         expected = np.mean(first_wins(q.seed_everything(1, step, 2), 4))
         assert points["eval/battle_won_rate"][step] == expected, step
     epsilon, rates = points["charts/epsilon"], points["charts/learning_rate"]
-    assert epsilon[201] == pytest.approx(1 - 0.95 * 198 / 400)
-    assert epsilon[501] == pytest.approx(0.05) and rates[501] == pytest.approx(5e-4 * 3 / 501)
-    assert {"losses/td_loss", "losses/grad_norm", "charts/battle_won"} <= points.keys()
+    assert epsilon[201] == pytest.approx(1 - 0.9 * 198 / 400)
+    assert epsilon[501] == pytest.approx(0.1) and rates[501] == pytest.approx(5e-4 * 3 / 501)
+    assert any(0 < x < 1 for x in points["charts/battle_won"].values())
     result = json.loads((finished.folder / "result.json").read_text())
     assert sorted(result["battle_won"]) == first_wins(q.seed_everything(1, 501, 1), 4)
 
@@ -403,8 +402,9 @@ def test_training_resumes_exactly_also_with_changes(games, monkeypatch, tmp_path
 
 
 def test_what_would_go_wrong_is_refused(games, monkeypatch, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="above --buffer-size"):
-        train(q, tmp_path, **SMALL | dict(buffer_size=3))
+    for wrong in (dict(buffer_size=3), dict(test_interval=0)):
+        with pytest.raises(SystemExit, match=r"above --buffer-size|below 1"):
+            train(q, tmp_path, **SMALL | wrong)
     monkeypatch.setattr(Game, "payoffs", np.full((3, 3), np.inf))
     with pytest.raises(FloatingPointError):
         train(q, tmp_path / "diverging", **SMALL)
@@ -413,9 +413,6 @@ def test_what_would_go_wrong_is_refused(games, monkeypatch, tmp_path, capsys):
     envs.reset(3)
     assert q.play(q.Networks(Args(), envs.shape).agent, envs, 3) == ([], [])
     assert "cut off" in capsys.readouterr().out
-
-
-# ----- SMAX -----
 
 
 def attack(avail):
@@ -481,8 +478,6 @@ def test_smax_draws_units_and_ends_battles_in_time():
     assert not info["final_info"]["won"].any()
     assert np.array(smax.simulators[1].state.step).tolist() == [100, 0]
 
-
-# ----- StarCraft II, by a mock of the package SMAC with what it gets wrong -----
 
 # One agent wins with action 1 in its third step; action 2, on the map toy, is a crash of the game
 MOCK = """

@@ -102,17 +102,19 @@ def test_a_removed_argument_is_named_and_ignored(finished, tmp_path, monkeypatch
     checkpoint = torch.load(finished / "model.pt", weights_only=True)
     checkpoint["args"]["old_flag"] = 3
     torch.save(checkpoint, tmp_path / "model.pt")
-    monkeypatch.setattr(sys, "argv", ["x.py", "--evaluate", f"{tmp_path}/model.pt", "--seed=5"])
+    flags = ["--evaluate", f"{tmp_path}/model.pt", "--seed=5", "--torch-threads=3"]
+    monkeypatch.setattr(sys, "argv", ["x.py", *flags])
     calls = []
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
     monkeypatch.setattr(ppo, "evaluate", lambda *arguments: calls.append(arguments))
     ppo.main()
-    ((args, _, folder),) = calls
+    threads, (args, _, folder) = calls
     assert "old_flag" in capsys.readouterr().out
-    assert (args.num_steps, args.seed, folder) == (50, 5, tmp_path)  # saved, given
+    assert (args.num_steps, args.seed, threads, folder) == (50, 5, 3, tmp_path)  # saved, given
 
 
 def test_flags_given_at_a_resume_count_and_time_goes_on(finished, tmp_path):
-    again = resume(ppo, finished, tmp_path / "again", total_timesteps=2000, learning_rate=1e-3)
+    again = resume(ppo, finished, tmp_path / "again", total_timesteps=1950, learning_rate=1e-3)
     checkpoint = torch.load(again / "model.pt", weights_only=True)
     assert checkpoint["seconds"] > torch.load(finished / "model.pt", weights_only=True)["seconds"]
     points = logged(again)
@@ -128,6 +130,7 @@ def test_resumed_at_an_older_checkpoint_a_run_logs_the_same_and_drops_later(fini
     again = shutil.copytree(folder, tmp_path / "again")
     ppo.train(ppo.Args(**checkpoint["args"] | {"total_timesteps": 800}), again, checkpoint)
     assert {path.stem[-4:] for path in again.glob("checkpoint_*")} == {"0700", "0800"}
+    assert max(logged(again)["charts/learning_rate"]) == 800
 
 
 def test_the_model_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
@@ -158,8 +161,12 @@ def test_an_environment_without_ends_and_with_generators_of_its_own(tmp_path, mo
     runs = [train(ppo, tmp_path / str(i), **SMALL | {"env_id": "Endless-v1"}) for i in range(2)]
     output = capsys.readouterr().out
     assert output.count("no episode ended") == 2 and "0 episodes" in output  # once in each run
+    assert "evaluation: 0.00" not in output
     assert_same(*[load(path / "model.pt") for path in runs])
     assert len(SEEDS) == 2 * 3 + 1  # of two environments at three checkpoints, of the evaluation
+    flags = SMALL | dict(env_id="Endless-v1", seed=2, save_model=False)
+    assert not (train(ppo, tmp_path / "other", **flags) / "model.pt").exists()
+    assert len(SEEDS) == 2 * (2 * 3 + 1)
     sorted(runs[1].glob("checkpoint_*.pt"))[-1].unlink()
     again = resume(ppo, runs[1], tmp_path / "again")
     assert_same(load(runs[0] / "model.pt"), load(again / "model.pt"))

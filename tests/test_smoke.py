@@ -1,7 +1,4 @@
-"""Every script as a user runs it: train, be killed, resume, evaluate.
-
-On a machine with a GPU the scripts use it where they do by default.
-"""
+"""Every script as a user runs it, on a GPU if it uses one: train, be killed, resume, evaluate."""
 
 import json
 import random
@@ -11,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import SCRIPTS, assert_same, call, command, load, run
+from conftest import SCRIPTS, assert_same, call, command, load, logged, run
 
 # A few seconds each. Checkpoint intervals are no multiples of the steps between updates
 ATARI = "--env-id BreakoutNoFrameskip-v4 --eval-episodes 1 --log-interval 1 --torch-threads 1"
@@ -59,6 +56,7 @@ def test_train_resume_evaluate(whole, tmp_path, capsys):
     call(script, "--evaluate", killed)
     mean = sum(result["episodic_return"]) / len(result["episodic_return"])
     assert f"evaluation: {mean:.2f}" in capsys.readouterr().out
+    assert logged(folder)["eval/episodic_return"][result["global_step"]] == pytest.approx(mean)
 
 
 def test_killed_at_any_moment(whole, tmp_path):

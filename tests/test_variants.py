@@ -40,8 +40,7 @@ def test_applies(patch, tmp_path):
 
 @pytest.mark.parametrize("name", PPO)
 def test_ppo_trains_resumes_evaluates(patched, tmp_path, name):
-    whole = assert_resumes(patched("ppo_continuous", name), tmp_path, **SMALL | PPO[name])
-    assert np.isfinite(list(logged(whole)["losses/policy_loss"].values())).all()
+    assert_resumes(patched("ppo_continuous", name), tmp_path, **SMALL | PPO[name])
 
 
 def test_discrete_learns_cartpole(patched, tmp_path):

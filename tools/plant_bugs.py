@@ -5,7 +5,8 @@
     python tools/plant_bugs.py --what entropy             # bugs whose description says so
 
 Each bug goes into a copy of the project. There the script's own tests run until the first failure,
-then the shared ones (the other way round for a bug behind the divider), and the smoke test last.
+then the shared ones (the other way round for a bug behind the divider), those on the GPU, real or
+pretended, and the smoke test last.
 The program prints the test that caught the bug, or `survived`; its exit status is 1 if any did.
 planted_bugs.csv is the list: script, what the bug is, the old text, which occurs exactly once in
 the script, and the new text. The bugs of docs/exercises are planted too.
@@ -84,14 +85,14 @@ def caught_by(bug: dict) -> str | None:
         shutil.copytree(ROOT, folder, ignore=ignore, dirs_exist_ok=True)
         plant(bug, folder)
         own, shared = [f"tests/test_{script}.py"], []
-        if script == "a2c_atari":
-            own.append("tests/test_atari_envs.py")  # which tests them through this script
+        if script.endswith("_atari"):
+            own.append("tests/test_atari_envs.py")
         if script == "ppo_continuous":  # with which the shared text is tested
             shared = ["tests/test_shared.py", "-k", "not same_text"]
-        smoke = ["tests/test_smoke.py", "-k", script]
+        gpu, smoke = ([f"tests/test_{name}.py", "-k", script] for name in ("gpu", "smoke"))
         algorithm = (ROOT / f"{script}.py").read_text().split("# ----- The run")[0]
         order = [own, shared] if bug.get("old", "") in algorithm else [shared, own]
-        for flags in filter(None, [*order, smoke]):
+        for flags in filter(None, [*order, gpu, smoke]):
             if test := run_tests(folder, *flags):
                 return test
     return None
