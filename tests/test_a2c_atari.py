@@ -225,6 +225,9 @@ def test_bf16_differs_from_float32_by_its_precision(tmp_path):
     exact, short = (torch.cat([x.flatten() for x in move]) for move in moves)
     assert short.dtype == torch.float32 and not torch.equal(exact, short)
     assert torch.cosine_similarity(exact, short, dim=0) > 0.9
+    with torch.autocast("cpu", torch.bfloat16):
+        policy, values = a2c.Agent((4, 84, 84), 4)(torch.zeros(2, 4, 84, 84, dtype=torch.uint8))
+    assert policy.logits.dtype == values.dtype == torch.float32
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """A3C: its mathematics against plain formulas in float64, and its processes under real kills.
 
-A `Tape` records a short run of one worker in this process: its steps, and the gradients that the
-optimizer was given. What they should have been follows from the steps.
+A `Tape` records the steps of a worker in this process, and the gradients that the optimizer got.
 """
 
 import contextlib
