@@ -416,7 +416,7 @@ FLAGS = "--num-workers 2 --max-episode-length 40 --eval-episodes 1 --run-folder 
 
 
 def wait_for(condition, process=None):
-    end = time.time() + 120
+    end = time.time() + 300
     while not condition():
         assert time.time() < end, "it took too long"
         assert not process or process.poll() is None, process.stderr.read()

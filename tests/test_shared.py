@@ -199,7 +199,7 @@ def test_a_folder_in_use_and_ctrl_c(tmp_path):
         time.sleep(0.1)
     time.sleep(2)  # while Python forks, as after a checkpoint, it may lose the signal
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     hint = re.search(r"resume with: python (.*)", errors)
     assert hint, errors  # beside which an environment's process may show its traceback
     words = [sys.executable, *shlex.split(hint.group(1)), "--total-timesteps", "1"]
