@@ -9,9 +9,10 @@ bin's end. Fewer than three seeds are drawn each. From three on a thin line is a
 their mean, from five on their interquartile mean (IQM), the band its 95 % bootstrap interval. Each
 variant has a color; runs that differ only in their length share one, and a dot marks where each
 ends. Runs of more than three times the length of an environment's shortest have a panel of their
-own. A dashed line is a published score of about as many steps. Wall time is steps over the steps
-per second of the newest speed table, where programs took turns on one machine; where there is none,
-that of a run, the median of a program's runs. The same results give the same files.
+own. A dashed line is a published score of about as many steps, dots are a published curve. Wall
+time is steps over the steps per second of the newest speed table, where programs took turns on one
+machine; where there is none, that of a run, the median of a program's runs. The same results give
+the same files.
 """
 
 import argparse
@@ -75,6 +76,7 @@ PEERS = {  # of the overview: the peer's script, its name
 }
 ON_THE_CLOCK = ("ppo_continuous", "qmix_smac")  # their runs and the peers' took one core each
 PUBLISHED = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
+DOTS = [{"color": "#777777", "linestyle": "", "marker": x, "markersize": 3} for x in "osv^"]
 PEER_LOOK = {"color": "#777777", "linestyle": "-"}
 TITLES = {
     "ppo_continuous": "PPO",
@@ -158,22 +160,27 @@ def draw_runs(axes, tag: str, runs: pd.DataFrame, results: Path, look: dict, uni
 
 def draw_panel(
     axes, script: str, env_id: str, runs: pd.DataFrame, results: Path, looks: dict
-) -> list[str]:
+) -> dict[str, dict]:
     """Draw an environment's runs, each variant in the look of its setting, and published scores.
 
-    A score is shown where the panel's longest runs have about as many steps. Returns the sources.
+    A score is shown where the panel's longest runs have about as many steps, a published curve as
+    dots. Returns the look of each source.
     """
-    tag = tag_of(script)
+    tag, dots = tag_of(script), iter(DOTS)
     for variant, rows in runs.groupby("variant"):
         draw_runs(axes, tag, rows, results, looks[setting(script, variant)])
     longest = runs.total_steps.astype(int).max()
-    references = read_table(RESULTS / "references.csv")
-    references, sources = references.query("script == @script and env_id == @env_id"), []
-    for row in references.to_dict("records") if tag.endswith("episodic_return") else ():
-        if 0.9 < int(row["steps"]) / longest < 1.1:
-            axes.axhline(float(row["score"]), **PUBLISHED)
-            steps = int(row["steps"]) / 1e6
-            sources.append(f"{row['source'].split(' (')[0]}, {steps:g}M steps")
+    references = read_table(RESULTS / "references.csv").astype({"steps": int, "score": float})
+    references, sources = references.query("script == @script and env_id == @env_id"), {}
+    for source, rows in references.groupby("source", sort=False):
+        source, steps = source.split(" (")[0], rows.steps.iloc[-1]
+        if len(rows) > 1:  # a published curve
+            rows, look = rows[rows.steps < 1.05 * longest], next(dots)
+            axes.plot(rows.steps, rows.score, **look)
+            sources[source] = look
+        elif 0.9 < steps / longest < 1.1 and tag.endswith("episodic_return"):
+            axes.axhline(rows.score.item(), **PUBLISHED)
+            sources[f"{source}, {steps / 1e6:g}M steps"] = PUBLISHED
     axes.set_xlim(left=0)
     axes.set_xlabel("environment steps" if "qmix" in script else "agent steps")
     axes.set_ylabel(LABELS[tag])
@@ -212,8 +219,8 @@ def draw(script: str, results: Path) -> Figure:
     figure, published = Figure(layout="constrained"), {}
     for i, ((env_id, longer), group) in enumerate(panels):
         axes = figure.add_subplot(rows, across, i + 1)
-        for source in draw_panel(axes, script, env_id, group, results, looks):
-            published[f"published: {source}"] = Line2D([], [], **PUBLISHED)
+        for source, look in draw_panel(axes, script, env_id, group, results, looks).items():
+            published[f"published: {source}"] = Line2D([], [], **look)
         axes.set_title(f"{env_id}, longer runs" if longer else env_id)
         axes.set_xlabel("" if i + across < len(panels) else axes.get_xlabel())
         axes.set_ylabel("" if i % across else axes.get_ylabel())
@@ -249,7 +256,7 @@ def draw_overview(results: Path) -> Figure:
         sources = draw_panel(axes, script, env_id, ours, results, looks)
         legend = {f"here ({len(ours)})": LOOKS[0]}
         legend |= {f"{name} ({len(theirs)})": PEER_LOOK} if len(theirs) else {}
-        legend |= dict.fromkeys(sources, PUBLISHED)
+        legend |= sources
         handles = [Line2D([], [], **look) for look in legend.values()]
         axes.legend(handles, list(legend), loc="best", fontsize=6)
         if script == "a2c_atari":  # elsewhere there is room
@@ -257,7 +264,7 @@ def draw_overview(results: Path) -> Figure:
             axes.legend(handles, list(legend), loc="upper left", fontsize=6)
         axes.set_title(f"{TITLES[script]}, {env_id}")
     words = "In brackets: seeds.\nFewer than three: each seed.\nElse: the mean, from five on the\n"
-    words += "interquartile mean, with a\n95 % bootstrap interval.\nDashed: published."
+    words += "interquartile mean, with a\n95 % bootstrap interval.\nDashed, dots: published."
     figure.text(0.72, 0.25, words, fontsize=7, va="center")
     return figure
 

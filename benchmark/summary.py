@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 from common import FRONT, arguments, curves_name, earlier_qmix, front, read_table, setting
 from plot import center, in_words
-from tables import interval, newest_rounds, number, spread
+from tables import interval, nearest, newest_rounds, number, spread
 
 NAMES = {
     "ppo_continuous": (
@@ -100,7 +100,8 @@ def steps_of(rows: pd.DataFrame) -> int:
 
 
 def at_equal_steps(rows: pd.DataFrame, steps: int) -> pd.DataFrame:
-    return rows[(rows.total_steps.astype(int) / steps).between(0.95, 1.05)]
+    of = rows.total_steps if "total_steps" in rows else rows.steps
+    return rows[(of.astype(int) / steps).between(0.95, 1.05)]
 
 
 def algorithms(measured: pd.DataFrame) -> pd.DataFrame:
@@ -143,8 +144,7 @@ def results(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
             for rows in filter(len, shown):
                 steps = steps_of(rows)
                 other = at_equal_steps(theirs, steps)
-                known = references[(references.script == script) & (references.env_id == env_id)]
-                known = known[(known.steps.astype(int) / steps).between(0.95, 1.05)]
+                known = at_equal_steps(nearest(references, script, env_id, steps), steps)
                 table.append(
                     {
                         "script": f"`{script}.py`",
@@ -175,13 +175,13 @@ def defaults(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
             flags = [len(setting(script, each)) for each in rows.variant]
             rows = rows[[length == min(flags) for length in flags]]
             rows = at_equal_steps(rows, rows.total_steps.astype(int).max())
-            known = references[(references.script == script) & (references.env_id == env_id)]
-            known = known[(known.steps.astype(int) / steps_of(rows)).between(0.95, 1.05)]
+            steps = steps_of(rows)
+            known = at_equal_steps(nearest(references, script, env_id, steps), steps)
             table.append(
                 {
                     "script": f"`{script}.py`",
                     "environment": env_id,
-                    "steps": f"{steps_of(rows) / 1e6:.3g}M",
+                    "steps": f"{steps / 1e6:.3g}M",
                     "seeds": str(len(rows)),
                     "training": interval(rows[column_of(script)], center),
                     "evaluation": interval(

@@ -48,9 +48,15 @@ def interval(column: pd.Series, statistic=center) -> str:
     return f"{number(middle)} [{number(low, middle)}, {number(high, middle)}]"
 
 
-def published(script: str, env_id: str, references: pd.DataFrame) -> tuple[str, str]:
-    """The score of a paper or a well-known program, and where it stands."""
+def nearest(references: pd.DataFrame, script: str, env_id: str, steps: int) -> pd.DataFrame:
+    """A row for each source: of a published curve the point nearest to `steps`."""
     rows = references[(references.script == script) & (references.env_id == env_id)]
+    distance = (rows.steps.astype(int) - steps).abs()
+    return rows.loc[distance.groupby(rows.source, sort=False).idxmin()]
+
+
+def published(rows: pd.DataFrame) -> tuple[str, str]:
+    """The scores of papers or well-known programs, and where they stand."""
     scores, sources = [], []
     for row in rows.to_dict("records"):
         score = float(row["score"])
@@ -66,7 +72,7 @@ def score_table(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
     table = []
     for (script, env_id, variant), rows in runs.groupby(["script", "env_id", "variant"]):
         steps = sorted(rows.total_steps.astype(int))
-        score, source = published(script, env_id, references)
+        score, source = published(nearest(references, script, env_id, steps[-1]))
         table.append(
             {
                 "script": script,
