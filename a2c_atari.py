@@ -351,7 +351,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 actions = policy.sample()
                 policy_mask = torch.from_numpy(~envs.fire).to(device)  # 0 where FIRE is pressed
                 logprobs.append(policy.log_prob(actions) * policy_mask)
-                values.append(value)
+                values.append(value.view(N))
                 entropies.append(policy.entropy())
                 transition = envs.step(actions.cpu().numpy())
                 obs, next_obs, rewards[t], terminations, truncations, _ = transition
@@ -360,11 +360,11 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 if args.bootstrap_truncation and truncations.any():  # [TIME]
                     with torch.no_grad():
                         _, final_value = agent(torch.from_numpy(next_obs).to(device))
-                    rewards[t] += args.gamma * final_value.cpu().numpy() * truncations
+                    rewards[t] += args.gamma * final_value.float().cpu().numpy() * truncations
                 global_step += N
                 run.log_episodes(global_step, envs.episodes)
             with torch.no_grad():
-                _, last_value = agent(torch.from_numpy(obs).to(device))
+                last_value = agent(torch.from_numpy(obs).to(device))[1].view(N)
 
         # Compute the returns: [A3C] Alg. S3, R = r_i + gamma R
         logprobs, values, entropies = map(torch.stack, (logprobs, values, entropies))

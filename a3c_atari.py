@@ -230,7 +230,7 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)  # faster convolutions
 
     def initial_state(self, num_envs: int) -> tuple[Tensor, Tensor]:
-        """The LSTM's h and c (N, 256) at the start of an episode."""
+        """The LSTM's h and c (N, 256) at an episode's start: zeros."""
         zeros = torch.zeros(num_envs, 256, device=self.value_head.weight.device)
         return zeros, zeros
 
@@ -274,7 +274,7 @@ def a3c_loss(agent: Agent, rollout: list, args: Args) -> tuple[Tensor, dict]:
     """
     obs, actions, policy_mask, rewards, lstm_state, bootstrap = rollout
     logits, values, _ = agent(obs, lstm_state)
-    policy = Categorical(logits=logits)
+    policy, values = Categorical(logits=logits), values.view_as(rewards)
     returns = compute_returns(rewards, bootstrap, args.gamma)
     advantages = returns - values.detach()
     policy_loss = -(policy_mask * policy.log_prob(actions) * advantages).sum()
@@ -286,7 +286,7 @@ def a3c_loss(agent: Agent, rollout: list, args: Args) -> tuple[Tensor, dict]:
 
 
 class SharedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state exists from the start, so that processes can share it."""
+    """An optimizer whose state is made at the start, to be shared, and updated in place."""
 
     def __init__(self, params, lr: float, **defaults) -> None:
         super().__init__(params, {"lr": lr, **defaults})
@@ -436,12 +436,11 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     envs = AtariEnvs(args, 1)
     model = Agent(envs.obs_shape, envs.num_actions, args)
     if list(model.buffers()):
-        sys.exit("error: workers do not share buffers, so BatchNorm cannot be used")
+        sys.exit("error: workers do not write buffers back (BatchNorm)")
     if args.optimizer == "adam":
         optimizer = SharedAdam(model.parameters(), args.learning_rate, betas=(0.9, 0.999), eps=1e-8)
     else:
         optimizer = SharedRMSprop(model.parameters(), args.learning_rate, alpha=0.99, eps=1e-5)
-
     if not isinstance(optimizer, SharedOptimizer):
         sys.exit("error: workers need a SharedOptimizer, whose state they share")
 

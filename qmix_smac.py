@@ -42,7 +42,6 @@ Differences from the paper and from PyMARL, its implementation (reasons: docs/qm
 """
 
 import contextlib
-import copy
 import functools
 import io
 import json
@@ -140,7 +139,7 @@ def make_envs(args: Args, num_envs: int) -> VectorEnv:
 
     SyncVectorEnv([MyGame] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP) does this for a
     gymnasium.Env with such an observation_space and the action_space MultiDiscrete([A] * n), which
-    may return {"won": ...} as its last info.
+    returns new arrays and may return {"won": ...} as its last info.
     """
     if args.env_id.startswith("smac/"):
         make, mode = functools.partial(Smac, args.env_id[5:]), AutoresetMode.SAME_STEP
@@ -313,7 +312,7 @@ class Agent(nn.Module):
         self.head = nn.Linear(hidden_dim, shape.n_actions)
 
     def initial_hidden(self, num_envs: int) -> Tensor:
-        """Hidden states (B, n, H) at an episode's start."""
+        """Hidden states (B, n, H) at an episode's start: zeros."""
         return self.head.weight.new_zeros(num_envs, self.shape.n_agents, self.hidden_dim)
 
     def forward(self, obs, last_actions, hidden) -> tuple[Tensor, Tensor]:
@@ -434,7 +433,7 @@ def qmix_loss(networks, target_networks, batch: Episode, args: Args) -> tuple[Te
         next_qvals = target_qs.gather(-1, next_actions).squeeze(-1)  # (T, B, n)
         next_values = target_networks.mixer(next_qvals, batch.state[1:])  # (T, B, 1)
         targets = td_lambda_targets(batch, next_values, args.gamma, args.td_lambda)[mask]
-    td_errors = targets - q_tot  # (P, 1)
+    td_errors = targets - q_tot.view_as(targets)  # (P, 1)
     loss = td_errors.square().mean()
     metrics = {"td_loss": loss, "td_error_abs": td_errors.abs().mean()}
     metrics |= {"q_taken_mean": q_tot.mean(), "target_mean": targets.mean()}
@@ -501,7 +500,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     # Tests share StarCraft II with training, and drop unfinished episodes
     test_envs = envs if args.env_id.startswith("smac/") else Environments(args, N)
     networks = Networks(args, envs.shape).to(device)
-    target_networks = copy.deepcopy(networks)
+    target_networks = Networks(args, envs.shape).to(device)
+    target_networks.load_state_dict(networks.state_dict())
     adam = functools.partial(torch.optim.Adam, fused=True)
     rmsprop = functools.partial(torch.optim.RMSprop, alpha=0.99, eps=1e-5)
     optimizers = {"adam": adam, "rmsprop": rmsprop}
