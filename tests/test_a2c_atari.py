@@ -318,19 +318,19 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
 
 
 class Changed(a2c.Agent):
-    """Dropout, which draws random numbers, and layers that are not trained."""
+    """Dropout, which draws random numbers, layers that are not trained, values (B, 1)."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.linear.append(nn.Dropout(0.2))
         self.convolutions.requires_grad_(False)
 
+    def forward(self, obs):
+        policy, value = super().forward(obs)
+        return policy, value[:, None]
 
-def adamw(params, lr, **_):
-    return torch.optim.AdamW(params, lr)
 
-
-@pytest.mark.parametrize("optimizer", [a2c.RMSprop, adamw])
+@pytest.mark.parametrize("optimizer", [a2c.RMSprop, lambda p, lr, **_: torch.optim.AdamW(p, lr)])
 def test_a_changed_script_resumes_exactly(tmp_path, monkeypatch, no_evaluation, optimizer):
     monkeypatch.setattr(a2c, "Agent", Changed)
     monkeypatch.setattr(a2c, "RMSprop", optimizer)

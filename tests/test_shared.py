@@ -183,10 +183,8 @@ def test_each_run_has_a_folder_of_its_own(monkeypatch):
 
 def test_a_folder_in_use_and_ctrl_c(tmp_path):
     """The folder is refused; Ctrl-C, with a module's environment, says how to resume."""
-    (tmp_path / "mine.py").write_text(
-        "import gymnasium as gym\nfrom gymnasium.envs.classic_control import PendulumEnv\n"
-        "gym.register('Mine-v0', PendulumEnv, max_episode_steps=100)\n"
-    )
+    pendulum = "'gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=100"
+    (tmp_path / "mine.py").write_text(f"import gymnasium as x\nx.register('Mine-v0', {pendulum})")
     flags = ["--env-id", "mine:Mine-v0", *FLAGS[1:], "--async-envs", "--total-timesteps", 10**6]
     options = dict(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True)
     options |= dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
