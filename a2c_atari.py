@@ -536,7 +536,6 @@ class Run:
         if args.upload_model:
             from huggingface_hub import HfApi
 
-            (self.folder / "README.md").write_text("---\ntags: [reinforcement-learning]\n---\n")
             name = re.sub(r"\W+", "-", f"{args.env_id}-{args.exp_name}-{args.seed}")
             name = f"{args.hf_entity or ''}/{name}".strip("/")
             repo = HfApi().create_repo(name, exist_ok=True).repo_id

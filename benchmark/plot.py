@@ -6,7 +6,7 @@ over wall time.
 A run is cut into 100 equal bins of steps, or fewer if it has fewer than 400 points (200
 evaluations). A seed's value in a bin is the mean of its episodes that ended there, drawn at the
 bin's end. Fewer than three seeds are drawn each. From three on a thin line is a seed, the thick one
-their mean, from five on their interquartile mean (IQM), the band its 95 % bootstrap interval. Each
+their mean, from five on their interquartile mean (IQM), the band its 95% bootstrap interval. Each
 variant has a color; runs that differ only in their length share one, and a dot marks where each
 ends. Runs of more than three times the length of an environment's shortest have a panel of their
 own. A dashed line is a published score of about as many steps, dots are a published curve. Wall
@@ -55,15 +55,15 @@ WORDS = {  # settings in a legend
     "--no-prioritized": "uniform replay",
     "--bf16": "bfloat16",
     "--adam-eps 1.5e-4": "Adam's epsilon 1.5e-4",
-    "--middle-fraction 0.1": "epsilon 0.1 at 10 % of the run",
-    "--middle-fraction 0.5": "epsilon 0.1 at 50 %",
-    "--end-fraction 0.8": "epsilon 0.01 at 80 %",
+    "--middle-fraction 0.1": "epsilon 0.1 at 10% of the run",
+    "--middle-fraction 0.5": "epsilon 0.1 at 50%",
+    "--end-fraction 0.8": "epsilon 0.01 at 80%",
     "--num-workers 2": "2 workers",
     "--target-interval 32": "target copied every 32 iterations",
     "--buffer-size 1000": "replay of 1,000 episodes",
     "--batch-size 16": "minibatches of 16",
     "--batch-size 32": "minibatches of 32",
-    "--updates-per-episode 0.25": "a fourth of the updates",
+    "--updates-per-episode 0.25": "a quarter of the updates",
     "--optimizer rmsprop": "RMSprop",
     "--learning-rate 0.0005": "step size 5e-4",
     "--td-lambda 0.0": "one-step targets",
@@ -112,7 +112,7 @@ def center(values: np.ndarray, axis: int = 0) -> np.ndarray:
 
 
 def bootstrap(values: np.ndarray, statistic=center) -> tuple[np.ndarray, np.ndarray]:
-    """The 95 % percentile bootstrap interval of a statistic over seeds.
+    """The 95% percentile bootstrap interval of a statistic over seeds.
 
     From values (seeds, ...) to two arrays (...).
     """
@@ -264,7 +264,7 @@ def draw_overview(results: Path) -> Figure:
             axes.legend(handles, list(legend), loc="upper left", fontsize=6)
         axes.set_title(f"{TITLES[script]}, {env_id}")
     words = "In brackets: seeds.\nFewer than three: each seed.\nElse: the mean, from five on the\n"
-    words += "interquartile mean, with a\n95 % bootstrap interval.\nDashed, dots: published."
+    words += "interquartile mean, with a\n95% bootstrap interval.\nDashed, dots: published."
     figure.text(0.72, 0.25, words, fontsize=7, va="center")
     return figure
 
@@ -283,7 +283,7 @@ def draw_wall_time(results: Path) -> Figure:
         speeds = newest.groupby("name").steps_per_second.median()
         legend = {f"here ({len(ours)})": (ours, LOOKS[0], f"{script}.py")}
         if f"{script}.py --compile" in speeds:
-            legend["here, --compile"] = (ours, LOOKS[1], f"{script}.py --compile")
+            legend["here, compiled"] = (ours, LOOKS[1], f"{script}.py --compile")
         peers = [program for program in speeds.index if program.startswith(name)]
         legend[f"{name} ({len(theirs)})"] = (theirs, PEER_LOOK, peers[0] if peers else "")
         for rows, look, program in legend.values():
@@ -294,7 +294,7 @@ def draw_wall_time(results: Path) -> Figure:
         axes.legend(handles, list(legend), loc="best", fontsize=6)
         axes.set_title(f"{TITLES[script]}, {env_id}")
         axes.set_xlim(left=0)
-        axes.set_xlabel("minutes on one core")
+        axes.set_xlabel("minutes")
         axes.set_ylabel(LABELS[tag_of(script)])
     return figure
 

@@ -1,7 +1,7 @@
 """The short tables of README.md and benchmark/README.md, which tables.py writes between markers.
 
 One statistic throughout: the interquartile mean over seeds from five seeds on, the mean below
-(`plot.center`), with a 95 % bootstrap interval over seeds. One seed has no interval.
+(`plot.center`), with a 95% bootstrap interval over seeds. One seed has no interval.
 """
 
 import re
@@ -82,6 +82,15 @@ QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, 
             (" --mixer none", "independent learners"),
         )
     ],
+}
+
+
+# PPO's archived default runs, of about the version in which its other settings were run
+DEFAULTS_THEN = {
+    "HalfCheetah-v4": "6ff57fb201 85ddad7bd7",
+    "Hopper-v4": "c1b4003d97",
+    "Humanoid-v4": "782d3f500c",
+    "Walker2d-v4": "c1b4003d97",
 }
 
 
@@ -193,11 +202,14 @@ def defaults(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def question(name: str, runs: pd.DataFrame) -> pd.DataFrame:
+def question(name: str, runs: pd.DataFrame, archived: pd.DataFrame) -> pd.DataFrame:
     """The table of one question: a row for each setting."""
     table = []
     for script, env_id, flags, words in QUESTIONS[name]:
-        rows = runs[(runs.script == script) & (runs.env_id == env_id) & (runs.variant == flags)]
+        rows = runs
+        if script == "ppo_continuous" and not flags:
+            rows = archived[archived.commit.isin(DEFAULTS_THEN[env_id].split())]
+        rows = rows[(rows.script == script) & (rows.env_id == env_id) & (rows.variant == flags)]
         if len(rows):
             evaluated = "eval_battle_won_rate" if "qmix" in script else "eval_return"
             table.append(
@@ -236,6 +248,8 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
             if script == "jaxmarl_qmix":
                 updates[-1] = 8 * int(row["total_steps"]) / 1024
         seconds = pd.to_numeric(rows.wall_seconds)  # empty where other programs ran beside it
+        if "earlier" in words_of(script, variant):  # of a machine that is not known
+            seconds *= float("nan")
         per_step = (seconds / rows.total_steps.astype(float)).median()
         entry = {"map": env_id, "program": words_of(script, variant), "seeds": str(len(rows))}
         for rate in rates:
@@ -261,8 +275,8 @@ def words_of(script: str, variant: str) -> str:
 def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
     """A row for each program and peer: the script, its faster settings, the fastest peer.
 
-    A peer that runs at its own hyperparameters has "own" in its name, and a row of its own, beside
-    the script's defaults.
+    A peer whose name says how many updates it makes has a row of its own, beside the script's
+    defaults.
     """
     table, found = [], newest_rounds(measured)
     for script in FRONT:
@@ -274,7 +288,7 @@ def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
         speeds = rows.pivot(index="round", columns="name", values="steps_per_second").astype(float)
         ordered = list(speeds.median().sort_values().index)  # the fastest last
         ours = [name for name in ordered if name.startswith(f"{script}.py")]
-        own = [name for name in ordered if "own" in name.split()]
+        own = [name for name in ordered if " 8 updates" in name]
         default = next(name for name in rows.name if name in ours)
         rounds = f"{len(speeds)} round{'s' * (len(speeds) > 1)}"
         processor = "AMD EPYC" if "AMD" in rows.machine.iloc[0] else "Intel Xeon"

@@ -87,7 +87,7 @@ def score_table(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
                 "in the last fifth": interval(rows.tests_battle_won_rate, np.mean),
                 "published": score,
                 "source": source,
-                "hours": f"{pd.to_numeric(rows.wall_seconds).mean() / 3600:.2f}",
+                "hours": f"{pd.to_numeric(rows.wall_seconds).mean() / 3600:.2f}".replace("nan", ""),
             }
         )
     return pd.DataFrame(table)
@@ -230,8 +230,9 @@ def generate(results: Path) -> tuple[dict[Path, str], list[str]]:
         "speeds_gpu": markdown(summary.speed(measured, gpu=True)),
         "win_rates": markdown(summary.win_rates(runs, results)),
     }
+    archived = read_table(results / "archive" / "runs.csv")
     for name in summary.QUESTIONS:
-        sections[name] = markdown(summary.question(name, runs))
+        sections[name] = markdown(summary.question(name, runs, archived))
     files, faults = {}, []
     for path in documents.documents():
         files[path], found = replace_sections(

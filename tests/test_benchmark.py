@@ -47,15 +47,14 @@ def test_iqm_is_the_mean_of_the_middle_half():
         cut = int(0.25 * n)
         expected = [np.mean(sorted(column)[cut : n - cut]) for column in values[:n].T]
         np.testing.assert_allclose(plot.iqm(values[:n]), expected, err_msg=f"{n} values")
-    assert plot.center(np.array([0.0, 0, 0, 100])) == 25  # the mean below five seeds
-    assert plot.center(np.array([0.0, 0, 0, 0, 100])) == 0
+    assert [plot.center(np.array([0.0] * n + [100])) for n in (3, 4)] == [25, 0]  # mean, IQM
 
 
 @pytest.mark.quick
 def test_bootstrap_interval_covers_and_is_deterministic():
     samples = np.random.default_rng(2).normal(size=(10, 200))  # 200 experiments of 10 seeds
     low, high = plot.bootstrap(samples, np.mean)
-    assert 0.82 < np.mean((low < 0) & (high > 0)) < 0.97  # below 95 %, as with all small samples
+    assert 0.82 < np.mean((low < 0) & (high > 0)) < 0.97  # below 95%, as with all small samples
     np.testing.assert_array_equal(plot.bootstrap(samples, np.mean), (low, high))
 
 
@@ -94,10 +93,8 @@ def test_collected_runs_are_what_the_script_wrote(tmp_path, capsys):
     provenance.write_provenance(finished / "1")
     train(ppo, varied, **SMALL, seed=2, gamma=0.9)
     flags = [str(finished), "--results", str(tmp_path)]
-    assert collect.main(flags) == 1  # a commit is missing
-    assert str(varied) in capsys.readouterr().err
-    flags += ["--commit", "c0ffee"]
-    assert collect.main(flags) == 0
+    assert collect.main(flags) == 1 and str(varied) in capsys.readouterr().err  # no commit
+    assert collect.main([*flags, "--commit", "c0ffee"]) == 0
     first, second = common.read_table(tmp_path / "runs.csv").sort_values("seed").to_dict("records")
     variant = "--total-timesteps 832 --num-steps 64 --update-epochs 1 --num-minibatches 2"
     expected = set(common.FLAG.findall(f"{variant} --eval-episodes 2"))

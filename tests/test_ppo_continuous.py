@@ -464,3 +464,6 @@ def test_training_that_diverges_stops_before_the_next_checkpoint(tmp_path, monke
     with pytest.raises(FloatingPointError, match="step 128"):
         train(ppo, tmp_path / "run", **SMALL)
     assert len(list((tmp_path / "run").glob("*.pt"))) == 1
+    monkeypatch.setattr(ppo.Agent, "value", lambda self, obs: self.critic(obs))  # (T, N, 1)
+    with pytest.raises(AssertionError):
+        train(ppo, tmp_path / "axis", **SMALL)

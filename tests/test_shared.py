@@ -246,7 +246,7 @@ def test_upload(tmp_path, monkeypatch, capsys):
     train(ppo, tmp_path / "run", **flags)
     assert "no episode ended" not in capsys.readouterr().out  # in the short rest of 100 steps
     assert calls["repo_id"] == "lab/Pendulum-v1-ppo_continuous-1"
-    assert {"model.pt", "README.md", "result.json"} <= {*os.listdir(calls["folder_path"])}
+    assert {"model.pt", "result.json"} <= {*os.listdir(calls["folder_path"])}
 
 
 def test_video(tmp_path):

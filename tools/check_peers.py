@@ -95,7 +95,7 @@ def sb3_gae(case):
     "gae",
     "gae",
     "float32",
-    "a copy of the buffer alone takes a truncation for a termination",
+    "a copy of the buffer alone treats a truncation as a termination",
 )
 def sb3_gae_alone(case):
     i = case["inputs"]
@@ -113,7 +113,7 @@ def sb3_n_step_return(case):
     "gae",
     "gae",
     "float64",
-    "a truncation is taken for a termination",
+    "a truncation is treated as a termination",
 )
 def cleanrl_gae(case):
     i = case["inputs"]
@@ -349,7 +349,7 @@ def pytorch_a3c(case, bootstrap_truncations):
     "a2c_a3c",
     "a3c_rollout",
     "float64",
-    "R = 0 at the time limit too: a truncation is taken for a termination",
+    "R = 0 at the time limit too: a truncation is treated as a termination",
 )
 def pytorch_a3c_as_it_is(case):
     return pytorch_a3c(case, False)
@@ -438,8 +438,8 @@ def pfrl_n_step(case):
     "dqn",
     "n_step",
     "float64",
-    "the window is emptied at an end, so the last n - 1 steps of every episode are never stored; "
-    "a truncation is taken for a termination",
+    "the window is emptied at a termination, so the last n - 1 steps before it are never stored; "
+    "it runs on past a truncation into the next episode",
 )
 def cleanrl_n_step(case):
     i, window = case["inputs"], []
@@ -449,7 +449,7 @@ def cleanrl_n_step(case):
         window = [*window, t][-n:]
         if len(window) < n:
             continue
-        ends = [k for k in window if i["terminations"][k] or i["truncations"][k]]
+        ends = [k for k in window if i["terminations"][k]]
         last = ends[0] if ends else t
         first = window[0]
         returns[first] = sum(gamma ** (k - first) * i["rewards"][k] for k in range(first, last + 1))
