@@ -139,7 +139,7 @@ def make_envs(args: Args, num_envs: int) -> VectorEnv:
 
     SyncVectorEnv([MyGame] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP) does this for a
     gymnasium.Env with such an observation_space and the action_space MultiDiscrete([A] * n), which
-    returns new arrays and may return {"won": ...} as its last info.
+    returns new arrays and may return {"won": 0.0 or 1.0} as its last info.
     """
     if args.env_id.startswith("smac/"):
         make, mode = functools.partial(Smac, args.env_id[5:]), AutoresetMode.SAME_STEP
@@ -265,14 +265,14 @@ class Environments:
         """Step with actions (N, n). Returns where an episode ended (N,)."""
         if self.video_folder:
             self.frames.append(self.envs.render()[0])
-        observations, rewards, terminations, truncations, info = self.envs.step(actions)
+        observations, rewards, terminations, truncations, info = self.envs.step(actions.copy())
         rows = zip(self.obs, self.state, self.avail_actions, actions, rewards)
         for steps, row in zip(self.steps, rows):
             steps.append(row)
         self.observe(observations)
         self.last_actions = actions.copy()
         self.episodes, self.wins, self.finished = {}, {}, []
-        dones = terminations | truncations
+        dones = np.logical_or(terminations, truncations)  # bool, also of integers
         won = info.get("final_info", {}).get("won", np.zeros(self.num_envs))
         for i in np.flatnonzero(dones):
             if not np.isnan(won[i]):  # NaN: the game crashed
@@ -560,7 +560,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             means = {"episodic_return": np.mean(returns), "battle_won_rate": np.mean(wins)}
             run.log(global_step, "eval", means)
             if test_envs is envs:
-                envs.reset(global_step)
+                envs.reset(seed_everything(args.seed, global_step, 3))
                 hidden = networks.agent.initial_hidden(N)
         if global_step % args.log_interval < N or global_step >= last_step:
             run.log(global_step, "losses", metrics)
@@ -571,7 +571,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     envs.envs.close()
     test_envs.envs.close()
     if not replay.num_updates:
-        print("note: no update was made, as fewer than --batch-size episodes ended")
+        print("note: no update was made: too few episodes ended")
     run.finish(global_step, "networks")
 
 
