@@ -159,7 +159,8 @@ class AtariEnvs:
         self.envs = make_atari(args, num_envs)
         self.obs_shape = self.envs.single_observation_space.shape
         self.num_actions = int(self.envs.single_action_space.n)
-        action_set = self.envs.ale.get_action_set() if hasattr(self.envs, "ale") else []
+        ale = getattr(self.envs.unwrapped, "ale", None)
+        action_set = ale.get_action_set() if ale else []
         self.has_fire = Action.FIRE in action_set
         self.fire_action = action_set.index(Action.FIRE) if self.has_fire else 0
 

@@ -38,8 +38,8 @@ Differences from common implementations and the papers (reasons: docs/dqn_per_at
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
     python dqn_per_atari.py --env-id ALE/Pong-v5  # writes runs/ALE-Pong-v5__...
-    python dqn_per_atari.py --resume runs/...     # resumes an interrupted run
-    python dqn_per_atari.py --evaluate runs/...   # evaluates a trained network
+    python dqn_per_atari.py --resume runs/...  # resumes an interrupted run
+    python dqn_per_atari.py --evaluate runs/...  # evaluates a trained network
 """
 
 import contextlib
@@ -165,7 +165,8 @@ class AtariEnvs:
         self.envs = make_atari(args, num_envs)
         self.obs_shape = self.envs.single_observation_space.shape
         self.num_actions = int(self.envs.single_action_space.n)
-        action_set = self.envs.ale.get_action_set() if hasattr(self.envs, "ale") else []
+        ale = getattr(self.envs.unwrapped, "ale", None)
+        action_set = ale.get_action_set() if ale else []
         self.has_fire = Action.FIRE in action_set
         self.fire_action = action_set.index(Action.FIRE) if self.has_fire else 0
 
@@ -321,7 +322,7 @@ class Priorities:
 class Replay:
     """A ring buffer. Each row is a step of an environment, whose next step is N rows later.
 
-    For observations that are not stacked frames see variants/dqn_per_atari/vectors.patch.
+    Vectors need a frame axis: variants/dqn_per_atari/vectors.patch.
 
     Rows have priority 0, and are not drawn, if (1) a frame of their stack may be overwritten, (2)
     s_{t+n} was not stored, since the episode was truncated, or (3) s_{t+n} is still to come.
@@ -338,11 +339,12 @@ class Replay:
         self.frames = np.zeros((rows, *shape), obs_space.dtype)  # allocated as it fills
         self.actions, self.rewards = np.zeros(rows, int), np.zeros(rows, np.float32)
         self.terminations = np.zeros(rows, bool)
-        self.ages = np.zeros(rows, int)  # steps of the episode before this one
+        self.ages = np.zeros(rows, int)  # steps before in the episode
         self.priorities = Priorities(args, rows)
         self.nodes = self.priorities.nodes
         self.count = 0  # rows ever written
-        self.settings = [args.env_id, rows, args.num_envs, args.n_step, self.priorities.alpha]
+        self.settings = [args.env_id, args.episodic_life, rows]
+        self.settings += [args.num_envs, args.n_step, self.priorities.alpha]
 
     def later(self, rows, steps):
         """The rows of the same environments `steps` steps later."""
@@ -354,6 +356,7 @@ class Replay:
         self.count += self.num_envs
         self.frames[new], self.actions[new], self.rewards[new] = obs[:, -1], actions, rewards
         self.terminations[new], self.ages[new] = terminations, ages
+        assert (self.stacks(new) == obs).all(), "not the last frames"
         self.priorities.set(self.later(new, self.frame_stack - 1), 0)  # (1)
 
         # The rows n steps ago now have s_{t+n} (3), a termination, or neither (2)
@@ -423,7 +426,7 @@ def epsilon_greedy(q_network, obs, epsilon: float, device) -> np.ndarray:
 
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
-    """Train from scratch or from a checkpoint."""
+    """Train from scratch or a checkpoint."""
     N = args.num_envs
     sizes = (N, args.n_step, args.frame_stack, args.batch_size, args.train_frequency)
     if min(*sizes, args.target_network_frequency, args.log_interval) < 1:

@@ -44,7 +44,7 @@ def resume(folder, step=10**9, **flags):
     return train(copied, dqn.load_checkpoint(copied), **flags)
 
 
-class Tiny:
+class Tiny(gym.vector.VectorEnv):
     """8 steps; one pays 3 for the side that was bright a frame ago. A life is lost at step 5.
 
     The last environment is truncated at step 8, the others terminate.
