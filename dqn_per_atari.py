@@ -343,8 +343,7 @@ class Replay:
         self.priorities = Priorities(args, rows)
         self.nodes = self.priorities.nodes
         self.count = 0  # rows ever written
-        self.settings = [args.env_id, args.episodic_life, rows]
-        self.settings += [args.num_envs, args.n_step, self.priorities.alpha]
+        self.settings = [args.env_id, rows, args.num_envs, args.n_step, self.priorities.alpha]
 
     def later(self, rows, steps):
         """The rows of the same environments `steps` steps later."""
