@@ -146,7 +146,7 @@ FRONT = {  # README's table and picture: one environment for each script, its lo
     "ppo_continuous": "HalfCheetah-v4",
     "a2c_atari": "BreakoutNoFrameskip-v4",
     "a3c_atari": "PongDeterministic-v4",
-    "dqn_per_atari": "PongNoFrameskip-v4",
+    "dqn_per_atari": "ALE/Pong-v5",
     "qmix_smac": "2s3z",
 }
 
