@@ -102,6 +102,8 @@ def variant(script: str, values: dict, beside: tuple[str, ...] | list[str] = ())
     """
     flags = []
     known = arguments(script) or {f"--{name.replace('_', '-')}": ("", "") for name in values}
+    if unknown := {f"--{name.replace('_', '-')}" for name in values} - known.keys():
+        raise ValueError(f"{script} has no {unknown}: another file made the run")
     for flag, (default, _) in known.items():
         name = flag[2:].replace("-", "_")
         with contextlib.suppress(ValueError, SyntaxError):  # a default that is computed

@@ -25,7 +25,9 @@ def same(a, b) -> bool:
 def main(argv: list[str]) -> int:
     first, second = map(Path, argv)
     finished = sorted(path.parent.relative_to(first) for path in first.glob("**/result.json"))
-    differ = not finished
+    if not finished:
+        sys.exit(f"error: no finished runs in {first}")
+    differ = False
     for run in finished:
         folders, equal, starts = [first / run, second / run], False, ""
         if (second / run / "result.json").exists():
@@ -35,9 +37,10 @@ def main(argv: list[str]) -> int:
             results = [json.loads((folder / "result.json").read_text()) for folder in folders]
             returns = [result["episodic_return"] for result in results]
             equal = same(*models) and returns[0] == returns[1]
-            lines = (second / run / "starts").read_text().splitlines()
-            begun = [line.split()[1:] or ["nothing"] for line in lines]
-            starts = "started " + ", then ".join(f"from {name}" for (name,) in begun)
+            if (second / run / "starts").exists():  # written by the Snakefile
+                lines = (second / run / "starts").read_text().splitlines()
+                begun = [line.split()[1:] or ["nothing"] for line in lines]
+                starts = "started " + ", then ".join(f"from {name}" for (name,) in begun)
         print(f"{run}: {'the same to the bit' if equal else 'DIFFERENT'}; {starts}")
         differ |= not equal
     return int(differ)

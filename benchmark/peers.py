@@ -286,6 +286,8 @@ def main() -> None:
         "--run-folder", type=Path, help="leave result.json and TensorBoard events there"
     )
     args = parser.parse_args()
+    if args.peer == "pfrl_a3c" and args.run_folder:
+        parser.error("pfrl_a3c plays Pong for speed.py only, without --run-folder")
     torch.set_num_threads(args.threads)
     args.writer, started = None, time.time()
     if folder := args.run_folder:

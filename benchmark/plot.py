@@ -278,6 +278,8 @@ def draw_wall_time(results: Path) -> Figure:
         axes, (peer, name) = figure.add_subplot(1, len(ON_THE_CLOCK), i + 1), PEERS[script]
         env_id = ours.iloc[0].env_id
         theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
+        if not len(theirs) or measured.empty:
+            continue
         newest = measured[measured.script == script].astype({"steps_per_second": float})
         newest = newest[newest.date == newest.date.max()]
         speeds = newest.groupby("name").steps_per_second.median()
@@ -310,6 +312,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--figures", type=Path, default=ROOT / "benchmark" / "figures")
     args = parser.parse_args(argv)
+    if not (args.results / "runs.csv").exists():
+        sys.exit(f"error: no runs in {args.results}")
     found = sorted(FRONT.keys() & set(read_runs(args.results).script))
     args.figures.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):

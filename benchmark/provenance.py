@@ -44,11 +44,13 @@ def versions(packages: str = PACKAGES) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The repository's commit, with `-changed` behind it if a Python file differs from it."""
+    """The repository's commit, with `-changed` behind it if a program or patch differs from it."""
     git = ["git", "-C", str(ROOT)]
     show = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"], capture_output=True)
-    return (show.stdout.strip() or "unknown") + "-changed" * (changed.returncode == 1)
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "--", "*.py", "*.patch"], capture_output=True
+    )
+    return (show.stdout.strip() or "unknown") + "-changed" * bool(changed.stdout)
 
 
 def provenance(packages: str = PACKAGES) -> dict[str, str]:

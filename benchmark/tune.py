@@ -60,7 +60,8 @@ def run(trial, command, folder: Path, first: int, total: int, target: float, pol
             returns = events[events.tag == "charts/episodic_return"]
             if len(returns):
                 tenth = first + min(9, 10 * returns.step.max() // total)
-                if tenth > (trial.study.trials[trial.number].last_step or -1):
+                last = trial.study.trials[trial.number].last_step
+                if last is None or tenth > last:
                     trial.report(returns.value.tail(20).mean() / target, int(tenth))
                 if trial.should_prune():
                     raise optuna.TrialPruned
@@ -92,6 +93,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
     parser.add_argument("--poll", type=float, default=10, help="seconds between looks at a run")
     args = parser.parse_args(own)
+    if not arguments(args.script):
+        parser.error(f"there is no {args.script}.py")
     targets = dict(zip(args.env_ids, args.targets or [1.0] * len(args.env_ids), strict=True))
     args.folder.mkdir(parents=True, exist_ok=True)
 
@@ -112,10 +115,17 @@ def main(argv: list[str]) -> None:
     sampler = optuna.samplers.TPESampler(constant_liar=True)  # for several processes
     how = {"sampler": sampler, "pruner": optuna.pruners.MedianPruner(), "direction": "maximize"}
     study = optuna.create_study(storage=storage, study_name=args.script, load_if_exists=True, **how)
+    search = [args.env_ids, args.seeds, args.targets, args.space, flags]
+    if study.user_attrs.get("search", search) != search:
+        sys.exit(f"error: {args.folder} holds another search: choose another --folder")
+    study.set_user_attr("search", search)
     done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
     enough = optuna.study.MaxTrialsCallback(args.trials, states=done)
     study.optimize(
-        objective, callbacks=[enough], n_trials=args.trials - len(study.get_trials(states=done))
+        objective,
+        callbacks=[enough],
+        n_trials=args.trials - len(study.get_trials(states=done)),
+        catch=(RuntimeError,),  # a run that failed, say diverged
     )
     print(f"best of {len(study.trials)} trials: {study.best_value:.4g} with {study.best_params}")
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUGS = Path(__file__).parent / "planted_bugs.csv"
-LEFT_OUT = (".git", "runs", "results", "figures", "docs", "__pycache__", ".*_cache")
+LEFT_OUT = (".*", "runs", "results", "figures", "docs", "__pycache__")
 TIMEOUT = 1800  # seconds for the tests of one bug
 
 
