@@ -55,7 +55,8 @@ def collect(folder: Path, results: Path, commit: str | None = None) -> None:
     result = json.loads((folder / "result.json").read_text())
     script, env_id, seed = result["script"], result["args"]["env_id"], result["args"]["seed"]
     for path in folder.resolve().parents:
-        script = path.name if source(path.name) else script  # of a variant or a copy
+        if source(path.name) or path.name.startswith(f"{script}+"):  # a copy or a variant
+            script = path.name
     made = origin(folder, commit)
     points = read_events(folder)
     of = {tag: points[points.tag == tag] for tag in TAGS}

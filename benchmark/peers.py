@@ -204,7 +204,7 @@ def jaxmarl_qmix(args) -> list[float]:
     """JaxMARL's qmix_rnn.py on SMAX, at the sizes of qmix_smac.py, with `args.updates` updates.
 
     8 environments (its own: 16) take 128 steps each, then it makes 8 updates of 32 sequences of 128
-    steps. Its step size is ten times its own, which is for networks of 512 units. Its
+    steps. The step size is ten times that of its configuration, made for networks of 512 units. Its
     environments start new episodes within a sequence, so that its updates train on all 128 steps,
     ours on one episode.
     """
