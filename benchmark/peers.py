@@ -4,10 +4,10 @@
     python benchmark/peers.py sb3_ppo --env-id Humanoid-v4 --seed 2 --run-folder runs/sb3_ppo/2
     JAXMARL=~/JaxMARL python benchmark/peers.py jaxmarl_qmix --env-id 3m
 
-The last one needs a clone of github.com/FLAIROx/JaxMARL. Each prints lines `point STEP SECONDS`
-after updates: steps so far, and the clock. With --run-folder it writes what our scripts write,
-TensorBoard events and result.json, and provenance.json, but no checkpoints: an interrupted run
-starts from scratch.
+The last one and jaxmarl_pqn_vdn need a clone of github.com/FLAIROx/JaxMARL. Each prints lines
+`point STEP SECONDS` after updates: steps so far, and the clock. With --run-folder it writes what
+our scripts write, TensorBoard events and result.json, and provenance.json, but no checkpoints: an
+interrupted run starts from scratch.
 """
 
 import argparse
@@ -208,39 +208,41 @@ def jaxmarl_qmix(args) -> list[float]:
     environments start new episodes within a sequence, so that its updates train on all 128 steps,
     ours on one episode.
     """
+    changes = dict(NUM_ENVS=8, NUM_EPOCHS=args.updates, LR=5e-4, LEARNING_STARTS=1_024)
+    changes |= dict(MIXER_EMBEDDING_DIM=32, MIXER_HYPERNET_HIDDEN_DIM=64)
+    return jaxmarl(args, "qmix_rnn", "ql_rnn_smax", changes)
+
+
+def jaxmarl_pqn_vdn(args) -> list[float]:
+    """JaxMARL's pqn_vdn_rnn.py on SMAX, at the width of qmix_smac.py.
+
+    The step size is four times that of its configuration, made for networks of 512 units; all else
+    is its own: 128 environments take 128 steps each, then it makes 64 updates of 8 sequences of 132
+    steps.
+    """
+    return jaxmarl(args, "pqn_vdn_rnn", "pqn_vdn_rnn_smax", dict(LR=1e-3))
+
+
+def jaxmarl(args, program: str, configuration: str, changes: dict) -> list[float]:
+    """Run a program of JaxMARL's with its configuration and these changes."""
     if "JAXMARL" not in os.environ:
         sys.exit(
             "error: JAXMARL must name a clone of github.com/FLAIROx/JaxMARL, "
-            "whose package lacks qmix_rnn.py"
+            f"whose package lacks {program}.py"
         )
     folder = Path(os.environ["JAXMARL"]) / "baselines" / "QLearning"
     sys.path.insert(0, str(folder))
     import jax
-    import qmix_rnn
     import yaml
 
-    config = yaml.safe_load((folder / "config" / "alg" / "ql_rnn_smax.yaml").read_text())
-    config |= dict(
-        TOTAL_TIMESTEPS=args.total_timesteps,
-        MAP_NAME=args.env_id,
-        NUM_ENVS=8,
-        NUM_EPOCHS=args.updates,
-    )
-    config |= dict(
-        HIDDEN_SIZE=64,
-        MIXER_EMBEDDING_DIM=32,
-        MIXER_HYPERNET_HIDDEN_DIM=64,
-        LR=5e-4,
-        LEARNING_STARTS=1_024,
-    )
-    config |= dict(
-        TEST_DURING_TRAINING=bool(args.run_folder),
-        TEST_NUM_ENVS=32,
-        WANDB_MODE="taken by log below",
-    )
+    module = importlib.import_module(program)
+    config = yaml.safe_load((folder / "config" / "alg" / f"{configuration}.yaml").read_text())
+    config |= dict(TOTAL_TIMESTEPS=args.total_timesteps, MAP_NAME=args.env_id, HIDDEN_SIZE=64)
+    config |= dict(TEST_DURING_TRAINING=bool(args.run_folder), TEST_NUM_ENVS=32)
+    config |= dict(WANDB_MODE="taken by log below") | changes
     returns = []
 
-    def log(metrics: dict) -> None:
+    def log(metrics: dict, step: int | None = None) -> None:
         point(args, int(metrics["env_step"]))
         if (
             args.writer
@@ -250,9 +252,9 @@ def jaxmarl_qmix(args) -> list[float]:
                 "eval/battle_won_rate", float(metrics["test_returned_won_episode"]), args.step
             )
 
-    qmix_rnn.wandb = type("wandb", (), {"log": staticmethod(log)})
-    env, _ = qmix_rnn.env_from_config(copy.deepcopy(config))
-    train = jax.jit(qmix_rnn.make_train(config, env))
+    module.wandb = type("wandb", (), {"log": staticmethod(log)})
+    env, _ = module.env_from_config(copy.deepcopy(config))
+    train = jax.jit(module.make_train(config, env))
     jax.block_until_ready(train(jax.random.PRNGKey(args.seed)))
     jax.effects_barrier()
     return returns[-1:]
@@ -266,6 +268,7 @@ PROGRAMS = {
     "sbx_dqn": functools.partial(dqn, library="sbx"),
     "pfrl_a3c": pfrl_a3c,
     "jaxmarl_qmix": jaxmarl_qmix,
+    "jaxmarl_pqn_vdn": jaxmarl_pqn_vdn,
 }
 
 
