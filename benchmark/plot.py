@@ -69,15 +69,15 @@ WORDS = {  # settings in a legend
     "--td-lambda 0.0": "one-step targets",
 }
 EARLIER = FLAG.findall(f"--num-envs 8 {EARLIER_QMIX}")
-PEERS = {  # of the overview: the peer's script, its name
-    "ppo_continuous": ("sb3_ppo", "Stable-Baselines3"),
-    "a2c_atari": ("sb3_a2c", "Stable-Baselines3"),
-    "qmix_smac": ("jaxmarl_qmix", "JaxMARL"),
+PEERS = {  # of the overview: the peers' scripts, their names
+    "ppo_continuous": {"sb3_ppo": "Stable-Baselines3"},
+    "a2c_atari": {"sb3_a2c": "Stable-Baselines3"},
+    "qmix_smac": {"jaxmarl_qmix": "JaxMARL QMIX", "jaxmarl_pqn_vdn": "JaxMARL PQN-VDN"},
 }
 ON_THE_CLOCK = ("ppo_continuous", "qmix_smac")  # their runs and the peers' took one core each
 PUBLISHED = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
 DOTS = [{"color": "#777777", "linestyle": "", "marker": x, "markersize": 3} for x in "osv^"]
-PEER_LOOK = {"color": "#777777", "linestyle": "-"}
+PEER_LOOKS = [{"color": "#777777", "linestyle": dashes} for dashes in ("-", ":")]
 TITLES = {
     "ppo_continuous": "PPO",
     "a2c_atari": "A2C",
@@ -123,7 +123,9 @@ def bootstrap(values: np.ndarray, statistic=center) -> tuple[np.ndarray, np.ndar
 
 def tag_of(script: str) -> str:
     """What is drawn of a script."""
-    return "eval/battle_won_rate" if "qmix" in script else "charts/episodic_return"
+    if script.startswith(("qmix", "jaxmarl")):
+        return "eval/battle_won_rate"
+    return "charts/episodic_return"
 
 
 def curves(paths: list[Path], tag: str, most_bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
@@ -248,15 +250,14 @@ def draw_overview(results: Path) -> Figure:
     for i, (script, ours) in enumerate(front(runs).items()):
         axes = figure.add_subplot(2, 3, i + 1)
         env_id, variant = ours.iloc[0][["env_id", "variant"]]
-        peer, name = PEERS.get(script, ("", ""))
-        theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
-        if len(theirs):
-            draw_runs(axes, tag_of(script), theirs, results, PEER_LOOK)
-        looks = {setting(script, variant): LOOKS[0]}
-        sources = draw_panel(axes, script, env_id, ours, results, looks)
         legend = {f"here ({len(ours)})": LOOKS[0]}
-        legend |= {f"{name} ({len(theirs)})": PEER_LOOK} if len(theirs) else {}
-        legend |= sources
+        for (peer, name), look in zip(PEERS.get(script, {}).items(), PEER_LOOKS):
+            theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
+            if len(theirs):
+                draw_runs(axes, tag_of(script), theirs, results, look)
+                legend[f"{name} ({len(theirs)})"] = look
+        looks = {setting(script, variant): LOOKS[0]}
+        legend |= draw_panel(axes, script, env_id, ours, results, looks)
         handles = [Line2D([], [], **look) for look in legend.values()]
         axes.legend(handles, list(legend), loc="best", fontsize=6)
         if script == "a2c_atari":  # elsewhere there is room
@@ -275,10 +276,8 @@ def draw_wall_time(results: Path) -> Figure:
     figure = Figure(figsize=(WIDTH, 2.3), layout="constrained")
     shown = {script: ours for script, ours in front(runs).items() if script in ON_THE_CLOCK}
     for i, (script, ours) in enumerate(shown.items()):
-        axes, (peer, name) = figure.add_subplot(1, len(ON_THE_CLOCK), i + 1), PEERS[script]
-        env_id = ours.iloc[0].env_id
-        theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
-        if not len(theirs) or measured.empty:
+        axes, env_id = figure.add_subplot(1, len(ON_THE_CLOCK), i + 1), ours.iloc[0].env_id
+        if measured.empty:
             continue
         newest = measured[measured.script == script].astype({"steps_per_second": float})
         newest = newest[newest.date == newest.date.max()]
@@ -286,8 +285,12 @@ def draw_wall_time(results: Path) -> Figure:
         legend = {f"here ({len(ours)})": (ours, LOOKS[0], f"{script}.py")}
         if f"{script}.py --compile" in speeds:
             legend["here, compiled"] = (ours, LOOKS[1], f"{script}.py --compile")
-        peers = [program for program in speeds.index if program.startswith(name)]
-        legend[f"{name} ({len(theirs)})"] = (theirs, PEER_LOOK, peers[0] if peers else "")
+        for (peer, name), look in zip(PEERS[script].items(), PEER_LOOKS):
+            theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
+            programs = [program for program in speeds.index if program.startswith(name)]
+            if len(theirs):
+                program = programs[0] if programs else ""
+                legend[f"{name} ({len(theirs)})"] = (theirs, look, program)
         for rows, look, program in legend.values():
             seconds = pd.to_numeric(rows.wall_seconds) / rows.total_steps.astype(int)
             per_step = 1 / speeds[program] if program in speeds else seconds.median()

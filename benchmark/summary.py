@@ -28,7 +28,11 @@ NAMES = {
 PEERS = {
     "ppo_continuous": ("sb3_ppo", "Stable-Baselines3"),
     "a2c_atari": ("sb3_a2c", "Stable-Baselines3"),
-    "qmix_smac": ("jaxmarl_qmix", "JaxMARL"),
+    "qmix_smac": ("jaxmarl_qmix", "JaxMARL QMIX"),
+}
+JAXMARL = {  # in words, and how many steps for an update
+    "jaxmarl_qmix": ("JaxMARL QMIX, 8 updates per 1,024 steps", 128),
+    "jaxmarl_pqn_vdn": ("JaxMARL PQN-VDN, 64 updates per 16,384 steps", 256),
 }
 ENVIRONMENTS = FRONT | {"ppo_continuous": "HalfCheetah-v4 Hopper-v4 Walker2d-v4"}
 REPLAY_MB = {"dqn_per_atari": 980_000 * 84 * 84 / 1e6}  # beyond speed.py's 20,000 transitions
@@ -245,8 +249,8 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
                 reached[rate].append(smooth.index[smooth >= rate - 1e-9].min())
             made = curves[curves.tag == "charts/updates"].value
             updates.append(made.iloc[-1] if len(made) else float("nan"))
-            if script == "jaxmarl_qmix":
-                updates[-1] = 8 * int(row["total_steps"]) / 1024
+            if script in JAXMARL:
+                updates[-1] = int(row["total_steps"]) / JAXMARL[script][1]
         seconds = pd.to_numeric(rows.wall_seconds)  # empty where other programs ran beside it
         if "earlier" in words_of(script, variant):  # of a machine that is not known
             seconds *= float("nan")
@@ -267,8 +271,8 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
 
 def words_of(script: str, variant: str) -> str:
     """A program of the table of win rates in words."""
-    if script != "qmix_smac":
-        return "JaxMARL QMIX, 8 updates per 1,024 steps"
+    if script in JAXMARL:
+        return JAXMARL[script][0]
     return f"`{script}.py`, {in_words(setting(script, variant))}"
 
 
