@@ -88,11 +88,11 @@ class Args:
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the squared value error
     learning_rate: float = 7e-4  # RMSprop's step size
-    anneal_lr: bool = False  # anneal it linearly to zero
+    anneal_lr: bool = False  # anneal the learning rate to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
-    rmsprop_alpha: float = 0.99  # decay rate of the mean squared gradient; kept at a resume
-    rmsprop_eps: float = 1e-5  # added to it (--torch-rmsprop: to its root); kept at a resume
-    torch_rmsprop: bool = False  # use PyTorch's RMSprop; the same at a resume
+    rmsprop_alpha: float = 0.99  # decay rate of the mean squared gradient; kept on resuming
+    rmsprop_eps: float = 1e-5  # added to it (--torch-rmsprop: to the root); kept on resuming
+    torch_rmsprop: bool = False  # use PyTorch's RMSprop; the same on resuming
     frame_stack: int = 4  # frames per observation
     conv3_filters: int = 64  # filters of the third convolution
     bf16: bool = False  # compute in bfloat16 (on some processors far slower)
@@ -311,7 +311,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: tuple, args:
 
 
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
-    """Train from scratch or from a checkpoint."""
+    """Train from scratch or a checkpoint."""
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
     if min(T, N, args.log_interval) < 1:
         sys.exit("error: --num-steps, --num-envs or --log-interval below 1")
@@ -331,8 +331,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, folder, checkpoint, parts, last_step)
-    for group in optimizer.param_groups if checkpoint else ():
-        group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
+    if checkpoint:
+        for group in optimizer.param_groups:
+            group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
@@ -406,7 +407,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
         policy, _ = agent(torch.from_numpy(obs).to(device))
         actions = policy.mode if args.greedy else policy.sample()
         obs, *_ = envs.step(actions.cpu().numpy())
-        ended = envs.episodes | ended  # the first episode of each
+        ended = envs.episodes | ended  # keeps the first episode of each environment
     returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
@@ -446,7 +447,7 @@ def load_checkpoint(path: Path) -> dict:
                 raise OSError("damaged or of another script")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
-            print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
+            print(f"note: {file} is not a checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
@@ -455,7 +456,7 @@ class Run:
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.num_episodes = deque(maxlen=100), 1
+        self.recent_returns, self.saves_since_episode = deque(maxlen=100), 0
         start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
@@ -468,8 +469,9 @@ class Run:
 
             fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
-            for name in parts if checkpoint else ():
-                parts[name].load_state_dict(checkpoint[name])
+            if checkpoint:
+                for name in parts:
+                    parts[name].load_state_dict(checkpoint[name])
         except Exception as error:
             sys.exit(f"error: the checkpoint does not fit: {error}")
         print(f"run folder: {folder}", flush=True)
@@ -490,7 +492,7 @@ class Run:
 
     def log_episodes(self, global_step: int, episodes: dict) -> None:
         if episodes:
-            self.num_episodes += len(episodes)
+            self.saves_since_episode = 0
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
             means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
@@ -509,15 +511,15 @@ class Run:
 
     def save_checkpoint(self, global_step: int) -> None:
         """Write a checkpoint; keep the one before, no later ones."""
-        if self.num_episodes == 0 and global_step < self.bar.total:
+        if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
-            self.num_episodes = math.nan  # never 0
-        self.num_episodes *= 0
+        self.saves_since_episode += 1
         self.writer.flush()
         file = self.folder / f"checkpoint_{global_step:012}.pt"
         write_file(file, self.pack(global_step, self.parts))
         files = sorted(self.folder.glob("checkpoint_*.pt"))
-        for path in {*files} - {*files[: files.index(file) + 1][-2:]}:
+        kept = [path for path in files if path <= file][-2:]
+        for path in set(files).difference(kept):
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:

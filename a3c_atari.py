@@ -88,9 +88,9 @@ class Args:
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which includes a factor 1/2
     max_grad_norm: float = 50.0  # gradient clipping norm
-    optimizer: Literal["adam", "rmsprop"] = "adam"  # or the paper's RMSprop; the same at a resume
+    optimizer: Literal["adam", "rmsprop"] = "adam"  # or the paper's RMSprop; the same on resuming
     learning_rate: float = 1e-4  # step size
-    anneal_lr: bool = False  # anneal it linearly to zero
+    anneal_lr: bool = False  # anneal the learning rate to zero
     lstm: bool = True  # one frame and an LSTM (--no-lstm: four frames and none)
     max_episode_length: int = 27_000  # steps after which an episode is truncated
     log_interval: int = 100  # updates of worker 0 between logged losses
@@ -292,7 +292,7 @@ class SharedOptimizer(torch.optim.Optimizer):
     def __init__(self, params, lr: float, **defaults) -> None:
         super().__init__(params, {"lr": lr, **defaults})
         for group in self.param_groups:
-            self.state.update((p, self.initial_state(p)) for p in group["params"])
+            self.state.update((p, self.make_state(p)) for p in group["params"])
 
     def share_memory(self) -> None:
         for state in self.state.values():
@@ -318,7 +318,7 @@ class SharedAdam(SharedOptimizer):
     thousands of times too long and destroy the model.
     """
 
-    def initial_state(self, p: Tensor) -> dict:
+    def make_state(self, p: Tensor) -> dict:
         # Trap: on loading, PyTorch casts all but "step" to the parameter's type
         return {"step": torch.tensor(0), "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
 
@@ -340,7 +340,7 @@ class SharedRMSprop(SharedOptimizer):
     \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}
     """
 
-    def initial_state(self, p: Tensor) -> dict:
+    def make_state(self, p: Tensor) -> dict:
         return {"g": torch.ones_like(p)}
 
     def update(self, p, grad, group: dict, g) -> None:
@@ -448,8 +448,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     parts = {"agent": model, "optimizer": optimizer}
     global_step = checkpoint["global_step"] if checkpoint else 0
     run = Run(args, folder, checkpoint, parts, args.total_timesteps)
-    for group in optimizer.param_groups if checkpoint else ():
-        group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
+    if checkpoint:
+        for group in optimizer.param_groups:
+            group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
 
     steps = torch.tensor([global_step] + [0] * (args.num_workers - 1)).share_memory_()
     start_steps = torch.full_like(steps, -1).share_memory_()
@@ -467,7 +468,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             try:
                 workers.join(timeout=0.1)
                 if any(process.exitcode == 0 for process in workers.processes):
-                    raise ChildProcessError("a worker has left")
+                    raise ChildProcessError("a worker exited")
             except (mp.ProcessExitedException, mp.ProcessRaisedException, OSError) as error:
                 sys.exit(f"error: {error}\nresume with --resume {folder}")
             while not messages.empty():
@@ -502,8 +503,8 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
         logits, _, lstm_state = agent(torch.from_numpy(obs[None]), lstm_state)
         actions = Categorical(logits=logits[0]).sample().numpy()
         obs, _, _, terminations, truncations, _ = envs.step(actions)
-        going_on = torch.from_numpy(~(terminations | truncations))[:, None]
-        lstm_state = [x * going_on for x in lstm_state]
+        continues = torch.from_numpy(~(terminations | truncations))[:, None]
+        lstm_state = [x * continues for x in lstm_state]
         ended = envs.episodes | ended  # keeps the first episode of each environment
     returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
@@ -544,7 +545,7 @@ def load_checkpoint(path: Path) -> dict:
                 raise OSError("damaged or of another script")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
-            print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
+            print(f"note: {file} is not a checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
@@ -553,7 +554,7 @@ class Run:
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.num_episodes = deque(maxlen=100), 1
+        self.recent_returns, self.saves_since_episode = deque(maxlen=100), 0
         start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
@@ -566,8 +567,9 @@ class Run:
 
             fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
-            for name in parts if checkpoint else ():
-                parts[name].load_state_dict(checkpoint[name])
+            if checkpoint:
+                for name in parts:
+                    parts[name].load_state_dict(checkpoint[name])
         except Exception as error:
             sys.exit(f"error: the checkpoint does not fit: {error}")
         print(f"run folder: {folder}", flush=True)
@@ -588,7 +590,7 @@ class Run:
 
     def log_episodes(self, global_step: int, episodes: dict) -> None:
         if episodes:
-            self.num_episodes += len(episodes)
+            self.saves_since_episode = 0
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
             means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
@@ -607,15 +609,15 @@ class Run:
 
     def save_checkpoint(self, global_step: int) -> None:
         """Write a checkpoint; keep the one before, no later ones."""
-        if self.num_episodes == 0 and global_step < self.bar.total:
+        if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
-            self.num_episodes = math.nan  # never 0
-        self.num_episodes *= 0
+        self.saves_since_episode += 1
         self.writer.flush()
         file = self.folder / f"checkpoint_{global_step:012}.pt"
         write_file(file, self.pack(global_step, self.parts))
         files = sorted(self.folder.glob("checkpoint_*.pt"))
-        for path in {*files} - {*files[: files.index(file) + 1][-2:]}:
+        kept = [path for path in files if path <= file][-2:]
+        for path in set(files).difference(kept):
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:

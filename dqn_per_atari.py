@@ -97,7 +97,7 @@ class Args:
     end_epsilon: float = 0.01  # final probability of a random action
     exploration_fraction: float = 0.025  # part of the run over which epsilon is annealed
     learning_rate: float = 1e-4  # Adam's step size
-    adam_eps: float = 1e-8  # Adam's epsilon; as saved at a resume
+    adam_eps: float = 1e-8  # Adam's epsilon; kept on resuming
     max_grad_norm: float = 0.5  # gradient clipping norm
     frame_stack: int = 4  # frames per observation
     episodic_life: bool = True  # treat a lost life as the end of the return
@@ -339,7 +339,7 @@ class Replay:
         self.frames = np.zeros((rows, *shape), obs_space.dtype)  # allocated as it fills
         self.actions, self.rewards = np.zeros(rows, int), np.zeros(rows, np.float32)
         self.terminations = np.zeros(rows, bool)
-        self.ages = np.zeros(rows, int)  # steps before in the episode
+        self.ages = np.zeros(rows, int)  # steps since the episode's start
         self.priorities = Priorities(args, rows)
         self.nodes = self.priorities.nodes
         self.count = 0  # rows ever written
@@ -432,7 +432,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         sys.exit("error: a size, number or interval is below 1")
     first = max(args.learning_starts, N * (args.frame_stack + args.n_step))
     if first > min(args.buffer_size, args.total_timesteps):
-        sys.exit(f"error: learning starts at {first}, above --buffer-size or --total-timesteps")
+        sys.exit(f"error: --learning-starts {first} is above --buffer-size or --total-timesteps")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     speed_up_cpu()
     seed_everything(args.seed, 0)
@@ -448,8 +448,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
-    for group in optimizer.param_groups if checkpoint else ():
-        group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
+    if checkpoint:
+        for group in optimizer.param_groups:
+            group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
     while global_step < last_step:
@@ -508,7 +509,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
 # ----- The run: evaluation, checkpoints, logging. Nothing below belongs to the algorithm. -----
 
 SCRIPT = "dqn_per_atari"
-EVAL_STEPS = 108_000  # where evaluation episodes are cut off
+EVAL_STEPS = 100_000  # where evaluation episodes are cut off
 
 
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
@@ -581,7 +582,7 @@ def load_checkpoint(path: Path) -> dict:
                 raise OSError("damaged or of another script")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
-            print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
+            print(f"note: {file} is not a checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
@@ -590,7 +591,7 @@ class Run:
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.num_episodes = deque(maxlen=100), 1
+        self.recent_returns, self.saves_since_episode = deque(maxlen=100), 0
         start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
@@ -603,8 +604,9 @@ class Run:
 
             fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
-            for name in parts if checkpoint else ():
-                parts[name].load_state_dict(checkpoint[name])
+            if checkpoint:
+                for name in parts:
+                    parts[name].load_state_dict(checkpoint[name])
         except Exception as error:
             sys.exit(f"error: the checkpoint does not fit: {error}")
         print(f"run folder: {folder}", flush=True)
@@ -625,7 +627,7 @@ class Run:
 
     def log_episodes(self, global_step: int, episodes: dict) -> None:
         if episodes:
-            self.num_episodes += len(episodes)
+            self.saves_since_episode = 0
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
             means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
@@ -644,15 +646,15 @@ class Run:
 
     def save_checkpoint(self, global_step: int) -> None:
         """Write a checkpoint; keep the one before, no later ones."""
-        if self.num_episodes == 0 and global_step < self.bar.total:
+        if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
-            self.num_episodes = math.nan  # never 0
-        self.num_episodes *= 0
+        self.saves_since_episode += 1
         self.writer.flush()
         file = self.folder / f"checkpoint_{global_step:012}.pt"
         write_file(file, self.pack(global_step, self.parts))
         files = sorted(self.folder.glob("checkpoint_*.pt"))
-        for path in {*files} - {*files[: files.index(file) + 1][-2:]}:
+        kept = [path for path in files if path <= file][-2:]
+        for path in set(files).difference(kept):
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:

@@ -292,8 +292,9 @@ class Environments:
 
 def make_episode(steps: list[tuple], final_obs: tuple, terminated: bool) -> Episode:
     """The Episode of steps (obs, state, avail_actions, actions, reward)."""
-    columns = zip(*steps, (*final_obs, *steps[-1][3:]))  # last action, reward are cut off below
-    obs, state, avail_actions, actions, rewards = (torch.from_numpy(np.stack(x)) for x in columns)
+    last = (*final_obs, *steps[-1][3:])  # its action and reward are cut off
+    columns = [torch.from_numpy(np.stack(x)) for x in zip(*steps, last)]
+    obs, state, avail_actions, actions, rewards = columns
     filled, terminations = torch.ones(len(obs)).bool(), torch.zeros(len(steps), 1)
     terminations[-1] = float(terminated)
     inputs = (obs.float(), state.float(), avail_actions.bool(), filled)
@@ -515,8 +516,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
-    for group in optimizer.param_groups if checkpoint else ():
-        group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
+    if checkpoint:
+        for group in optimizer.param_groups:
+            group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
@@ -657,7 +659,7 @@ def load_checkpoint(path: Path) -> dict:
                 raise OSError("damaged or of another script")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
-            print(f"note: {file} is no checkpoint of {SCRIPT}.py: {error}")
+            print(f"note: {file} is not a checkpoint of {SCRIPT}.py: {error}")
     sys.exit(f"error: no intact checkpoint in {path}")
 
 
@@ -666,7 +668,7 @@ class Run:
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.num_episodes = deque(maxlen=100), 1
+        self.recent_returns, self.saves_since_episode = deque(maxlen=100), 0
         start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
@@ -679,8 +681,9 @@ class Run:
 
             fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
-            for name in parts if checkpoint else ():
-                parts[name].load_state_dict(checkpoint[name])
+            if checkpoint:
+                for name in parts:
+                    parts[name].load_state_dict(checkpoint[name])
         except Exception as error:
             sys.exit(f"error: the checkpoint does not fit: {error}")
         print(f"run folder: {folder}", flush=True)
@@ -701,7 +704,7 @@ class Run:
 
     def log_episodes(self, global_step: int, episodes: dict) -> None:
         if episodes:
-            self.num_episodes += len(episodes)
+            self.saves_since_episode = 0
             returns, lengths = np.transpose(list(episodes.values()))
             self.recent_returns.extend(returns)
             means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
@@ -720,15 +723,15 @@ class Run:
 
     def save_checkpoint(self, global_step: int) -> None:
         """Write a checkpoint; keep the one before, no later ones."""
-        if self.num_episodes == 0 and global_step < self.bar.total:
+        if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
-            self.num_episodes = math.nan  # never 0
-        self.num_episodes *= 0
+        self.saves_since_episode += 1
         self.writer.flush()
         file = self.folder / f"checkpoint_{global_step:012}.pt"
         write_file(file, self.pack(global_step, self.parts))
         files = sorted(self.folder.glob("checkpoint_*.pt"))
-        for path in {*files} - {*files[: files.index(file) + 1][-2:]}:
+        kept = [path for path in files if path <= file][-2:]
+        for path in set(files).difference(kept):
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:
