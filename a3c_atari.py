@@ -28,7 +28,7 @@ it to the shared model without a lock ("Hogwild"). Then it copies the shared mod
 
 Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
   * Gradients are zeroed before each backward pass; pytorch-a3c on PyTorch 2 accumulates them.
-  * Network, crop, Adam, 20 steps and clipping are pytorch-a3c's. The paper (Suppl. Sec. 8) has
+  * Layers, crop, Adam, 20 steps and clipping are pytorch-a3c's. The paper (Suppl. Sec. 8) has
     larger frames, two convolutions, 5 steps, and RMSprop with annealed learning rates, sampled from
     1e-4 to 1e-2.
   * The squared value error has the weight 1/4, as in pytorch-a3c; the paper's is 1.

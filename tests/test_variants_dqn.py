@@ -130,9 +130,9 @@ def test_noisy_layer(variant):
     layer, identity = module.NoisyLinear(300, 200), torch.eye(301)[:, :300]
     plain = nn.functional.linear(identity, layer.weight, layer.bias).detach()
     noise, other = (((layer(identity) - plain) / (0.5 * 300**-0.5)).detach() for _ in range(2))
-    assert not noise.isclose(other).any(dim=1).all()
+    assert not noise.isclose(other).any(dim=1).all() and module.Args().start_epsilon == 0
     weights, bias = noise[:300] - noise[300], noise[300]  # rows: of x_i
-    assert torch.linalg.matrix_rank(weights, rtol=1e-3) == 1
+    assert torch.linalg.matrix_rank(weights, rtol=1e-3) == 1 and len([*layer.parameters()]) == 4
     for f in ((weights / bias).median(dim=1).values, bias):  # f(x)^2 = |x|: mean sqrt(2 / pi)
         assert (f**2).mean().item() == pytest.approx((2 / np.pi) ** 0.5, abs=0.15)
     assert_same(layer.eval()(identity).detach(), plain)
@@ -160,12 +160,12 @@ def test_pqn_network_loss_and_returns(variant):
 def test_pqn_bootstraps_from_the_largest_value(variant, monkeypatch, tmp_path):
     module = variant("pqn")
 
-    def returns_of(rewards, next_values, *_):
-        assert (next_values == 7).all()
+    def returns_of(rewards, next_values, terminations, truncations, *_):
+        assert (next_values == 200).all() and (terminations.sum(), truncations.sum()) == (28, 4)
         return rewards
 
     def forward(network, obs):
-        return 0 * network.head.bias + torch.tensor([3.0, 7.0]).expand(len(obs), 2)
+        return 0 * network.head.bias + obs[:, -1].amax((1, 2))[:, None] / torch.tensor([2.0, 1.0])
 
     monkeypatch.setattr(module.QNetwork, "forward", forward)
     monkeypatch.setattr(module, "AtariVectorEnv", Tiny)
@@ -192,9 +192,9 @@ def test_live_learning_rate(variant, monkeypatch, tmp_path, capsys):
     whole = train(module, tmp_path / "whole", **SMALL | dict(checkpoint_interval=10**6))
     assert not (whole / "live.json").exists()
     middle, last = sorted(whole.glob("checkpoint_*.pt"))
-    expected = load(last)
+    expected, args = load(last), module.load_checkpoint(last)["args"]
     assert load(middle)["global_step"] == 96 and expected["global_step"] == 220
-    assert expected["optimizer"]["param_groups"][0]["lr"] == 5e-5
+    assert expected["optimizer"]["param_groups"][0]["lr"] == args["learning_rate"] == 5e-5
     last.unlink()
     assert_same(load(resume(module, whole, tmp_path / "after") / last.name), expected)
     (whole / "live.json").write_text(live)
