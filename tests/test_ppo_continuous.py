@@ -306,13 +306,13 @@ def test_asynchronous_environments_give_the_same_and_overlap(finished, tmp_path)
 
 
 class Changed(ppo.Agent):
-    """A Laplace policy, a buffer, a frozen critic, ReLU and dropout."""
+    """A Laplace policy, a buffer, a frozen critic, an unused parameter, ReLU and dropout."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.register_buffer("scale", torch.tensor(2.0))
         self.critic.requires_grad_(False)
-        self.actor[1] = nn.ReLU()
+        self.actor[1], self.unused = nn.ReLU(), nn.Parameter(torch.zeros(()))
         self.actor.insert(2, nn.Dropout(0.3))
 
     def policy(self, obs):
@@ -367,7 +367,7 @@ def test_changes_train_and_resume_exactly_and_compiled(tmp_path, monkeypatch, ca
         np.testing.assert_allclose(rates, [3e-4 / 5, 3e-3 / 5])  # both annealed
         before = load(first)["agent"]
         frozen = [name for name, x in before.items() if torch.equal(x, models[-1][name])]
-        assert frozen == [name for name in before if "critic" in name or name == "scale"]
+        assert frozen == [x for x in before if "critic" in x or x in ("scale", "unused")]
         last.unlink()
         again = resume(ppo, path, tmp_path / f"{compiled}_again")
         assert_same(models[-1], load(again / "model.pt")["agent"])
