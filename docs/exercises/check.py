@@ -65,7 +65,10 @@ def main(name: str) -> None:
     if script not in IMPLEMENT or not (which == "implement" or patch.exists()):
         known = sorted(each.stem for each in EXERCISES.glob("*.patch"))
         sys.exit(f"error: choose one of {' '.join(known)}, SCRIPT_implement or SCRIPT_experiment")
-    if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", path.name], cwd=ROOT).returncode:
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", path.name], cwd=ROOT)
+    if changed.returncode > 1:
+        sys.exit("error: exercises need a git clone of the repository")
+    if changed.returncode:
         sys.exit(f"error: {path.name} has changes; commit them, or `git checkout {path.name}`")
     if which == "implement":
         path.write_text(blank(path.read_text(), IMPLEMENT[script]))

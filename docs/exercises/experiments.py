@@ -94,5 +94,6 @@ def qmix_smac(folder: Path) -> None:
 
 
 def main(script: str) -> None:
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         globals()[script](Path(folder))
