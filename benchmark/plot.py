@@ -260,8 +260,9 @@ def draw_overview(results: Path) -> Figure:
         legend |= draw_panel(axes, script, env_id, ours, results, looks)
         handles = [Line2D([], [], **look) for look in legend.values()]
         axes.legend(handles, list(legend), loc="best", fontsize=6)
-        if script == "a2c_atari":  # elsewhere there is room
-            axes.set_ylim(top=1.4 * axes.get_ylim()[1])
+        if script in ("a2c_atari", "dqn_per_atari"):  # elsewhere there is room
+            low, high = axes.get_ylim()
+            axes.set_ylim(top=high + 0.4 * (high - low))
             axes.legend(handles, list(legend), loc="upper left", fontsize=6)
         axes.set_title(f"{TITLES[script]}, {env_id}")
     words = "In brackets: seeds.\nFewer than three: each seed.\nElse: the mean, from five on the\n"
