@@ -463,7 +463,7 @@ def test_every_process_ends_with_a_cause_and_a_hint(tmp_path, fault):
         process.kill()
     _, stderr = process.communicate(timeout=300)
     wait_for(lambda: not processes_in(tmp_path))
-    messages = {"SIGKILL": "SIGKILL", "SIGINT": "a worker has left", "diverged": "nan"}
+    messages = {"SIGKILL": "SIGKILL", "SIGINT": "a worker exited", "diverged": "nan"}
     assert process.returncode != 0 and messages.get(fault, "") in stderr
     assert ("resume with" in stderr) == (fault != "killed")
     assert stderr.count("Traceback") == (fault == "diverged")

@@ -185,17 +185,17 @@ def test_a_folder_in_use_and_ctrl_c(tmp_path):
     """The folder is refused; Ctrl-C, with a module's environment, says how to resume."""
     pendulum = "'gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=100"
     (tmp_path / "mine.py").write_text(f"import gymnasium as x\nx.register('Mine-v0', {pendulum})")
-    flags = ["--env-id", "mine:Mine-v0", *FLAGS[1:], "--async-envs", "--total-timesteps", 10**6]
+    flags = ["--env-id", "mine:Mine-v0", *FLAGS[1:], "--async-envs", "--total-timesteps=999999"]
+    flags += ["--checkpoint-interval=999999"]  # while Python forks, as after one, it loses signals
     options = dict(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True)
     options |= dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    words = command("ppo_continuous", *flags)
-    process = subprocess.Popen(words, **options, start_new_session=True)
+    process = subprocess.Popen(command("ppo_continuous", *flags), **options, start_new_session=True)
     folder = process.stdout.readline().removeprefix("run folder: ").strip()
     with pytest.raises(SystemExit, match="in use"):
         call("ppo_continuous", *FLAGS, "--run-folder", tmp_path / folder)
     while not any((tmp_path / folder).glob("checkpoint_*.pt")):
         time.sleep(0.1)
-    time.sleep(2)  # while Python forks, as after a checkpoint, it may lose the signal
+    time.sleep(2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes
     _, errors = process.communicate(timeout=300)
     hint = re.search(r"resume with: python (.*)", errors)
