@@ -50,7 +50,7 @@ class CpuDraws(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func not in DRAWS:
             return func(*args, **(kwargs or {}))
-        device = (kwargs or {}).pop("device", None) or args[0].device
+        device = (kwargs or {}).pop("device", None) or getattr(args[0], "device", "cpu")
         args = tree_map_only(torch.Tensor, torch.Tensor.cpu, args)
         return func(*args, **(kwargs or {})).to(device)
 
