@@ -130,9 +130,7 @@ def assert_same(a, b, name: str = "value") -> None:
         for key in a:
             assert_same(a[key], b[key], f"{name}[{key!r}]")
     elif isinstance(a, list | tuple):
-        assert len(a) == len(b), f"{name}: lengths {len(a)} and {len(b)}"
-        for i, (x, y) in enumerate(zip(a, b)):
-            assert_same(x, y, f"{name}[{i}]")
+        assert_same(dict(enumerate(a)), dict(enumerate(b)), name)
     elif isinstance(a, torch.Tensor):
         assert a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a.shape} and {b.shape}"
         assert torch.equal(a, b), f"{name} differs by up to {(a.double() - b.double()).abs().max()}"

@@ -1,7 +1,4 @@
-"""A3C: its mathematics against plain formulas in float64, and its processes under real kills.
-
-A `Tape` records the steps of a worker in this process, and the gradients that the optimizer got.
-"""
+"""A3C: its mathematics against plain formulas in float64, and its processes under real kills."""
 
 import contextlib
 import copy
@@ -44,7 +41,7 @@ def states(optimizer):
 
 
 class Tape:
-    """A run of `actor_learner`, whose other workers have taken `others` steps already."""
+    """Records steps and gradients of `actor_learner`; other workers have taken `others` steps."""
 
     def __init__(self, folder, worker=0, others=0, **options):
         self.args = a3c.Args(**SMALL | dict(max_episode_length=27_000) | options)
@@ -278,7 +275,8 @@ def test_the_network_sees_the_field_without_the_borders():
     agent = a3c.Agent((1, 105, 80), 6, a3c.Args())
     for layer, gain in ((agent.policy_head, 0.01), (agent.value_head, 1), (agent.trunk[0], 2**0.5)):
         values = torch.linalg.svdvals(layer.weight.detach().flatten(1))
-        assert values.allclose(torch.full_like(values, gain), 1e-3) and not layer.bias.any()
+        assert values.allclose(torch.full_like(values, gain), 1e-3)
+    assert not any(p.any() for name, p in agent.named_parameters() if "bias" in name)
     assert agent.features(torch.zeros(1, 1, 105, 80)).isfinite().all()
     agent.trunk = nn.Identity()
     frame = agent.features(torch.from_numpy(obs))[0, 0]
@@ -398,9 +396,8 @@ def test_what_workers_start_from(tmp_path, monkeypatch):
     model, optimizer, steps = start("again", checkpoint, **flags)
     assert_same(dict(model.state_dict()), dict(agent.state_dict()))
     assert_same(states(optimizer), states(saved))
-    assert isinstance(optimizer, a3c.SharedRMSprop)
+    assert isinstance(optimizer, a3c.SharedRMSprop) and steps.sum() == 50
     assert optimizer.param_groups[0].items() >= {"lr": pytest.approx(0.5), **RMSPROP}.items()
-    assert steps.sum() == 50
 
 
 @pytest.mark.quick
@@ -440,9 +437,9 @@ def test_two_workers_to_the_end(tmp_path):
     folder = tmp_path / "run"
     steps = [load(path)["global_step"] for path in sorted(folder.glob("checkpoint_*.pt"))]
     assert 250 <= steps[0] < 290 and 400 <= steps[1] < 440 and len(steps) == 2
-    lengths = logged(folder)["charts/episodic_length"]
-    assert "losses/entropy" in logged(folder)
+    lengths, entropy = (logged(folder)[x] for x in ("charts/episodic_length", "losses/entropy"))
     assert set(lengths.values()) == {40} and max(lengths) > 200
+    assert 0 not in lengths and 0 not in entropy  # logged at the steps at which they happened
 
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGINT", "diverged", "Ctrl-C", "killed"])

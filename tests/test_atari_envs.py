@@ -221,6 +221,5 @@ def test_a_users_environment_is_learned(tmp_path, monkeypatch):
     a2c.train(make_args(**options), tmp_path, None)
     points = logged(tmp_path)
     scores = list(points["charts/episodic_return"].values())
-    assert len(scores) == 200
-    assert np.mean(scores[:20]) < -0.2 and np.mean(scores[-20:]) > 0.6
+    assert len(scores) == 200 and np.mean(scores[:20]) < -0.2 and np.mean(scores[-20:]) > 0.6
     assert points["eval/episodic_return"][4800] > 0.5

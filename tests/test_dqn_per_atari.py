@@ -18,10 +18,9 @@ import dqn_per_atari as dqn
 
 quick = pytest.mark.quick
 # Intervals do not divide each other: checkpoints at 0, 60, 116, 176 and 220
-SMALL = dict(num_envs=4, train_frequency=8, target_network_frequency=43)
-SMALL |= dict(batch_size=8, buffer_size=130, learning_starts=50, total_timesteps=220)
-SMALL |= dict(checkpoint_interval=58, log_interval=4, eval_epsilon=0.5, eval_episodes=2)
-SMALL |= dict(torch_threads=1, env_threads=1, cuda=False)
+SMALL = dict(num_envs=4, train_frequency=8, target_network_frequency=43, torch_threads=1)
+SMALL |= dict(batch_size=8, buffer_size=130, learning_starts=50, total_timesteps=220, env_threads=1)
+SMALL |= dict(checkpoint_interval=58, log_interval=4, eval_epsilon=0.5, eval_episodes=2, cuda=False)
 
 
 def checkpoints(folder):
@@ -84,9 +83,6 @@ class Tiny(gym.vector.VectorEnv):
         self.stacks[over, -1] //= 2  # not the old episode's last frame
         info = {"episode_frame_number": 4 * self.t, "final_obs": final_obs}
         return self.stacks.copy(), rewards, terminations, truncations, info
-
-    def close(self):
-        pass
 
 
 class Small(nn.Module):  # takes less time

@@ -192,8 +192,7 @@ class PointMass(VectorEnv):
         if dones.any():
             info["final_obs"] = self.obs()
             self.x[dones], self.t[dones] = self.rng.normal(size=(dones.sum(), 2)), 0
-        terminations, truncations = terminations.astype(int), truncations.astype(int)
-        return self.obs(), -distance, terminations, truncations, info
+        return self.obs(), -distance, terminations.astype(int), truncations.astype(int), info
 
 
 def test_a_vectorized_simulator_of_ones_own_learns(tmp_path, monkeypatch):
@@ -238,17 +237,18 @@ def test_a_trace_of_resets(monkeypatch):
     options = dict(autoreset_mode=AutoresetMode.SAME_STEP)
     monkeypatch.setattr(ppo, "make_envs", lambda *_: gym.vector.SyncVectorEnv(env_fns, **options))
     monkeypatch.setattr(ppo.Environments, "normalize", lambda self, obs: obs.copy())
-    envs, steps, totals = ppo.Environments(ppo.Args(), 3), [], np.zeros((2, 3))
+    envs, steps, totals = ppo.Environments(ppo.Args(gamma=0.5), 3), [], np.zeros((3, 3))
     np.testing.assert_array_equal(envs.reset(1, Path())[:, 0], case["inputs"]["first_obs"])
     for rewards in case["outputs"]["rewards"]:
         obs, next_obs, _, terminations, truncations, info = envs.step(np.full((3, 1), 9.0))
         steps.append((obs, next_obs, terminations, truncations))
-        totals += rewards, np.ones(3)
+        totals += rewards, np.ones(3), rewards - 0.5 * totals[2]  # the last one discounted
         dones = terminations | truncations
-        assert envs.episodes == {i: tuple(totals[:, i]) for i in np.flatnonzero(dones)}
-        assert not envs.discounted_returns[dones].any()
+        assert envs.episodes == {i: tuple(totals[:2, i]) for i in np.flatnonzero(dones)}
         totals[:, dones] = 0
+        np.testing.assert_allclose(envs.discounted_returns, totals[2])
     assert "t" in info or "final_info" in info  # info reaches the caller
+    assert envs.returns.any() and envs.reset(1, Path()) is not None and not envs.returns.any()
     names = ("obs", "next_obs", "terminations", "truncations")
     for name, column in zip(names, zip(*steps)):
         check(case, name, np.array(column).reshape(len(steps), 3))
@@ -266,6 +266,7 @@ def test_statistics_are_shared_and_frozen_in_evaluation():
     frozen.obs_stats.load_state_dict(envs.obs_stats.state_dict())
     frozen.reset(1, Path())
     frozen.step(np.zeros((3, 1)))
+    assert frozen.normalize(np.full((1, 3), -1e9)).tolist() == [[-10] * 3]
     assert_same(envs.obs_stats.state_dict(), frozen.obs_stats.state_dict())
 
 
@@ -281,7 +282,8 @@ def test_evaluation_uses_the_saved_statistics_and_draws_nothing(finished):
 
 @pytest.mark.quick
 def test_evaluation_counts_the_first_episodes(monkeypatch, tmp_path):
-    env_fns = [lambda x=x: Counter(lengths=x) for x in ((3, 4), (8,))]
+    env_fns = [lambda x=x: Counter(lengths=x) for x in ((3, 4), (99,))]
+    monkeypatch.setattr(ppo, "EVAL_STEPS", 8)
     options = dict(autoreset_mode=AutoresetMode.SAME_STEP)
     monkeypatch.setattr(ppo, "make_envs", lambda *_: gym.vector.SyncVectorEnv(env_fns, **options))
     model = dict(agent=ppo.Agent(1, 1).state_dict(), global_step=0)
@@ -435,7 +437,7 @@ def test_target_kl_takes_the_estimate_that_is_never_negative(tmp_path, monkeypat
     calls, update = [], ppo.update
     large = {"approx_kl": 0.0, "old_approx_kl": 0.0} | {name: 1.0}
     monkeypatch.setattr(ppo, "update", lambda *a: calls.append(1) or update(*a) | large)
-    train(ppo, tmp_path / "run", **SMALL | dict(target_kl=0.5, total_timesteps=256))
+    train(ppo, tmp_path / "run", **SMALL | dict(target_kl=0.9, total_timesteps=256))
     assert len(calls) == 2 * epochs * 2  # iterations, epochs, minibatches
 
 

@@ -119,8 +119,7 @@ def test_the_mixer_follows_the_vectors():
         check(case, "grad_qs", qvals.grad)
 
 
-PLAIN_MIXERS = {"vdn": lambda qvals, state: sum(qvals.split(1, dim=-1))}
-PLAIN_MIXERS |= {"none": lambda qvals, state: qvals}
+PLAIN_MIXERS = {"vdn": lambda qs, _: sum(qs.split(1, dim=-1)), "none": lambda qs, _: qs}
 
 
 def unroll(agent, episode):
@@ -213,7 +212,10 @@ def test_the_replay_is_a_ring_that_pads_and_can_be_saved():
 
 @quick
 def test_acting_computes_the_same_values_as_learning():
-    agent, pair = make_networks(Args(rnn_hidden_dim=8))[0].agent, make_episodes([5, 5])
+    sizes = dict(rnn_hidden_dim=8, mixing_embed_dim=4, hypernet_embed=5)
+    agent, mixer = make_networks(Args(**sizes))[0].children()
+    assert (agent.hidden_dim, len(mixer.hyper_b1.bias), len(mixer.hyper_w1[0].bias)) == (8, 4, 5)
+    pair = make_episodes([5, 5])
     obs, actions = (torch.stack(x, dim=1) for x in zip(*((x.obs, x.actions) for x in pair)))
     last_actions = torch.cat([torch.full((1, 2, 3), -1), actions])
     expected, hidden = [unroll(agent, x) for x in pair], agent.initial_hidden(2)
@@ -286,10 +288,7 @@ def check_acting(agent, envs, hidden, *epsilon):
 
 
 def spied(folder, **flags):
-    """Train on games. Returns the folder and what happened.
-
-    added: how many episodes in all, after each step; updates: (after so many steps, minibatch).
-    """
+    """Train on games. Records episodes in all after each step, and (steps, batch) of updates."""
     seen = types.SimpleNamespace(folder=folder, added=[0], updates=[], seeds=[])
 
     def see_update(networks, target_networks, optimizer, batch, args):
@@ -463,8 +462,9 @@ def test_battles_of_smax():
             won = bool(final[:3].any())
             assert envs.wins[i] == won
             assert episodic_return == pytest.approx(20, 1e-4) if won else episodic_return < 10.001
-            ends.append(won)
-    assert 0 < sum(ends) < len(ends)
+            ends.append((won, envs.state[i].tobytes()))
+    wins, starts = zip(*ends)
+    assert 0 < sum(wins) < len(wins) == len(set(starts))  # no two battles begin alike
 
 
 def test_smax_draws_units_and_ends_battles_in_time():

@@ -102,14 +102,15 @@ def test_a_removed_argument_is_named_and_ignored(finished, tmp_path, monkeypatch
     checkpoint = torch.load(finished / "model.pt", weights_only=True)
     checkpoint["args"]["old_flag"] = 3
     torch.save(checkpoint, tmp_path / "model.pt")
-    flags = ["--evaluate", f"{tmp_path}/model.pt", "--seed=5", "--torch-threads=3"]
-    monkeypatch.setattr(sys, "argv", ["x.py", *flags])
+    flags = f"--evaluate {tmp_path}/model.pt --seed=5 --torch-threads=3 --no-torch-deterministic"
+    monkeypatch.setattr(sys, "argv", ["x.py", *flags.split()])
     calls = []
     monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(ppo, "evaluate", lambda *arguments: calls.append(arguments))
     ppo.main()
     threads, (args, _, folder) = calls
-    assert "old_flag" in capsys.readouterr().out
+    assert "old_flag" in capsys.readouterr().out and not torch.backends.cudnn.deterministic
     assert (args.num_steps, args.seed, threads, folder) == (50, 5, 3, tmp_path)  # saved, given
 
 
@@ -172,11 +173,13 @@ def test_an_environment_without_ends_and_with_generators_of_its_own(tmp_path, mo
     assert_same(load(runs[0] / "model.pt"), load(again / "model.pt"))
 
 
-def test_each_run_has_a_folder_of_its_own(monkeypatch):
+def test_each_run_has_a_folder_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["x.py", *FLAGS])
     folders = set()
     monkeypatch.setattr(ppo, "train", lambda args, folder, checkpoint: folders.add(folder))
     assert [ppo.main() for _ in range(3)] and len(folders) == 3
+    sys.argv += ["--run-folder", str(tmp_path)]  # which is there, and empty
+    assert ppo.main() is None and tmp_path in folders
     with pytest.raises(SystemExit, match="--eval-episodes"):
         call("ppo_continuous", "--eval-episodes", 0)
 
@@ -229,13 +232,14 @@ def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
     calls, wandb = [], types.SimpleNamespace(init=lambda **kwargs: calls.append(kwargs))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "fcntl", None)  # no locks, as on Windows
-    path, flags = tmp_path / "run", SMALL | dict(track=True)
+    path, flags = tmp_path / "run", SMALL | dict(track=True, wandb_entity="lab")
     train(ppo, path, **flags)
     train(ppo, tmp_path / "other", **flags)
     ppo.train(ppo.Args(**flags), path, ppo.load_checkpoint(path))
     first, other, again = calls
     assert first["id"] == again["id"] != other["id"] and first["resume"] == "allow"
     assert first["config"]["num_steps"] == 50 and first["sync_tensorboard"]
+    assert first["entity"] == "lab" and first["allow_val_change"]  # of flags given at a resume
 
 
 def test_upload(tmp_path, monkeypatch, capsys):
@@ -244,9 +248,13 @@ def test_upload(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=lambda: api))
     flags = SMALL | dict(total_timesteps=500, upload_model=True, hf_entity="lab", save_model=False)
     train(ppo, tmp_path / "run", **flags)
-    assert "no episode ended" not in capsys.readouterr().out  # in the short rest of 100 steps
+    output = capsys.readouterr()
+    assert "no episode ended" not in output.out  # in the short rest of 100 steps
+    assert " 500/500 " in output.err
     assert calls["repo_id"] == "lab/Pendulum-v1-ppo_continuous-1"
-    assert {"model.pt", "result.json"} <= {*os.listdir(calls["folder_path"])}
+    files = {*os.listdir(calls["folder_path"])}
+    files -= shutil.ignore_patterns(calls["ignore_patterns"])("", files)
+    assert {"model.pt", "result.json"} < files and len(files) == 3  # no checkpoints
 
 
 def test_video(tmp_path):

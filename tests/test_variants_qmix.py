@@ -26,9 +26,8 @@ def test_run_resume_evaluate(patched, monkeypatch, tmp_path, name):
 @pytest.mark.parametrize("mixer, best", [("qmix", 8), ("vdn", 7)])
 def test_own_environment_learns_the_two_step_game(patched, tmp_path, mixer, best):
     """[QMIX] Sec. 5: QMIX finds the best return, VDN does not. In 20 seconds on a core."""
-    flags = dict(epsilon_finish=1, learning_rate=2e-3)
+    flags = dict(epsilon_finish=1, learning_rate=2e-3, num_envs=8, td_lambda=0.0)
     flags |= dict(mixer=mixer, total_timesteps=6000, target_update_interval=50, test_interval=6000)
-    flags |= dict(num_envs=8, td_lambda=0.0)
     folder = train(patched("qmix_smac", "own_environment"), tmp_path / "run", **flags)
     assert set(json.loads((folder / "result.json").read_text())["episodic_return"]) == {best}
 
