@@ -408,6 +408,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
         actions = policy.mode if args.greedy else policy.sample()
         obs, *_ = envs.step(actions.cpu().numpy())
         ended = envs.episodes | ended  # keeps the first episode of each environment
+    envs.envs.close()
     returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns

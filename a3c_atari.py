@@ -436,6 +436,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, 1)
     model = Agent(envs.obs_shape, envs.num_actions, args)
+    envs.envs.close()
     if list(model.buffers()):
         sys.exit("error: workers do not write buffers back (BatchNorm)")
     if args.optimizer == "adam":
@@ -506,6 +507,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
         continues = torch.from_numpy(~(terminations | truncations))[:, None]
         lstm_state = [x * continues for x in lstm_state]
         ended = envs.episodes | ended  # keeps the first episode of each environment
+    envs.envs.close()
     returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
