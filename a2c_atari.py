@@ -91,12 +91,12 @@ class Args:
     anneal_lr: bool = False  # anneal the learning rate to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
     rmsprop_alpha: float = 0.99  # decay rate of the mean squared gradient; kept on resuming
-    rmsprop_eps: float = 1e-5  # added to it (--torch-rmsprop: to the root); kept on resuming
-    torch_rmsprop: bool = False  # use PyTorch's RMSprop; the same on resuming
+    rmsprop_eps: float = 1e-5  # inside the root (--torch-rmsprop: outside); kept on resuming
+    torch_rmsprop: bool = False  # use PyTorch's RMSprop; keep on resuming
     frame_stack: int = 4  # frames per observation
     conv3_filters: int = 64  # filters of the third convolution
     bf16: bool = False  # compute in bfloat16 (on some processors far slower)
-    greedy: bool = False  # evaluate the most probable actions
+    greedy: bool = False  # evaluate with greedy actions
     env_threads: int = 0  # emulator threads (0: one per core)
     log_interval: int = 100  # updates between logs of losses
 
@@ -175,8 +175,8 @@ class AtariEnvs:
         return obs.copy()
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Returns the observations to act on, those that the actions led to (different at an
-        episode's end), rewards clipped to their sign, terminations, truncations, and info.
+        """Returns the observations to act on, the next observations (final ones at an episode's
+        end), rewards clipped to their sign, terminations, truncations, and info.
         """
         # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
@@ -511,7 +511,7 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; keep the one before, no later ones."""
+        """Write a checkpoint; delete all but the one before it."""
         if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
         self.saves_since_episode += 1

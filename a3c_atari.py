@@ -88,7 +88,7 @@ class Args:
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which includes a factor 1/2
     max_grad_norm: float = 50.0  # gradient clipping norm
-    optimizer: Literal["adam", "rmsprop"] = "adam"  # or the paper's RMSprop; the same on resuming
+    optimizer: Literal["adam", "rmsprop"] = "adam"  # or the paper's RMSprop; keep on resuming
     learning_rate: float = 1e-4  # step size
     anneal_lr: bool = False  # anneal the learning rate to zero
     lstm: bool = True  # one frame and an LSTM (--no-lstm: four frames and none)
@@ -172,8 +172,8 @@ class AtariEnvs:
         return obs.copy()
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Returns the observations to act on, those that the actions led to (different at an
-        episode's end), rewards clipped to their sign, terminations, truncations, and info.
+        """Returns the observations to act on, the next observations (final ones at an episode's
+        end), rewards clipped to their sign, terminations, truncations, and info.
         """
         # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
@@ -271,7 +271,7 @@ def a3c_loss(agent: Agent, rollout: list, args: Args) -> tuple[Tensor, dict]:
     r"""The loss of a rollout, to be minimized, and metrics per step, all of shape ().
 
     \sum_i -\log\pi(a_i|s_i) (R - V(s_i)) - \beta H(\pi(s_i)) + c (R - V(s_i))^2 / 2, with R and the
-    first V(s_i) constant. c is `vf_coef`; [A3C] Alg. S3 has c = 2, Sec. 4 the entropy.
+    first V(s_i) constant. c = `vf_coef`, 2 in [A3C] Alg. S3; the entropy: Sec. 4.
     """
     obs, actions, policy_mask, rewards, lstm_state, bootstrap = rollout
     logits, values, _ = agent(obs, lstm_state)
@@ -310,7 +310,7 @@ class SharedOptimizer(torch.optim.Optimizer):
 class SharedAdam(SharedOptimizer):
     r"""[ADAM] Alg. 1.
 
-    m = \beta_1 m + (1 - \beta_1) g,  \hat m = m / (1 - \beta_1^t);  v, \hat v: g^2 and \beta_2
+    m = \beta_1 m + (1 - \beta_1) g,  \hat m = m / (1 - \beta_1^t);  v: with g^2 and \beta_2
     \theta = \theta - \alpha \hat m / (\sqrt{\hat v} + \epsilon)
 
     By Cauchy-Schwarz the quotient is below `bound`, 7.3 for betas (0.9, 0.999). But m may hold the
@@ -610,7 +610,7 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; keep the one before, no later ones."""
+        """Write a checkpoint; delete all but the one before it."""
         if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
         self.saves_since_episode += 1

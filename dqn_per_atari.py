@@ -10,7 +10,7 @@ r"""Deep Q-network (DQN) on Atari: double, dueling, with prioritized replay.
 
 The agent acts epsilon-greedily on a network's estimate of the return, Q(s, a), and stores its
 transitions in a replay buffer. Gradient steps on minibatches, drawn from it by priority, move
-Q(s, a) towards the reward plus the discounted value of the next observation, which an older copy
+Q(s, a) toward the reward plus the discounted value of the next observation, which an older copy
 of the network estimates.
 
 [DQN]   Mnih et al. 2015, Nature 518                   [PER]  Schaul et al. 2016, arXiv:1511.05952
@@ -29,7 +29,7 @@ of the network estimates.
     w_i        weights         (B,)              importance-sampling weight, [PER] Sec. 3.4
 
 Differences from common implementations and the papers (reasons: docs/dqn_per_atari.md):
-  * The target network is copied every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 2,500).
+  * The target network is synced every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 2,500).
   * Rewards are clipped, priorities are not. Weights are divided by the minibatch's largest.
   * Truncation is not termination: the n transitions before it are never drawn, since the buffer
     lacks the final observation to bootstrap from.
@@ -130,7 +130,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
 
     Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
     observation, and `info["final_obs"]` holds the last), discrete actions, and uint8 observations
-    (N, frame_stack, H, W): the last frames, zeros before the episode. Rewards are clipped.
+    (N, frame_stack, H, W): the last frames, zeros before the episode. `AtariEnvs` clips rewards.
     `reset(seed=...)` must reset all state.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
@@ -181,8 +181,8 @@ class AtariEnvs:
         return obs.copy()
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Returns the observations to act on, those that the actions led to (different at an
-        episode's end), rewards clipped to their sign, terminations, truncations, and info.
+        """Returns the observations to act on, the next observations (final ones at an episode's
+        end), rewards clipped to their sign, terminations, truncations, and info.
         """
         # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
@@ -324,7 +324,7 @@ class Replay:
 
     Vectors need a frame axis: variants/dqn_per_atari/vectors.patch.
 
-    Rows have priority 0, and are not drawn, if (1) a frame of their stack may be overwritten, (2)
+    Rows have priority 0, and are not drawn, if (1) a frame of their stack may be lost, (2)
     s_{t+n} was not stored, since the episode was truncated, or (3) s_{t+n} is still to come.
     """
 
@@ -645,7 +645,7 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; keep the one before, no later ones."""
+        """Write a checkpoint; delete all but the one before it."""
         if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
         self.saves_since_episode += 1

@@ -133,7 +133,7 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None) -> VectorEnv
     """Make parallel environments. Replace this to train on a vectorized simulator.
 
     Requires NumPy arrays, flat Box spaces and SAME_STEP autoreset: at an episode's end, `step`
-    returns the next one's first observation; info["final_obs"], ["final_info"] are of its last.
+    returns the next one's first observation; info["final_obs"], ["final_info"] hold the last.
     """
     folders = [video_folder] + [None] * (num_envs - 1)
     env_fns = [lambda folder=folder: make_env(args, folder) for folder in folders]
@@ -502,7 +502,7 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; keep the one before, no later ones."""
+        """Write a checkpoint; delete all but the one before it."""
         if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
         self.saves_since_episode += 1

@@ -26,13 +26,13 @@ the agents' greedy actions form the greedy joint action, and acting needs no mix
     \theta   networks                    agent and mixer; \theta^- is target_networks
 
 Differences from the paper and from PyMARL, its implementation (reasons: docs/qmix_smac.md):
-  * To win sooner: 32 environments, minibatches of 8 episodes, annealed Adam, TD(0.8); target
+  * Tuned on SMAX: 32 environments, minibatches of 8 episodes, annealed Adam, TD(0.8); target
     copies are counted in updates, not episodes. PyMARL: `--num-envs 1 --batch-size 32
     --td-lambda 0 --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4
     --no-anneal-lr --test-interval 10000 --total-timesteps 2050000`.
   * As in PyMARL: double Q-learning, hypernetworks with a hidden layer, Eq. (6) as a mean, a
     battle's time limit as a termination. Truncations are bootstrapped (PyMARL: if reported).
-  * Updates happen during other environments' episodes, so their hidden states are partly stale.
+  * Updates happen during unfinished episodes, so their hidden states are partly stale.
   * SMAX's rewards are scaled by 10, its state to [0, 1].
   * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
 
@@ -369,7 +369,7 @@ class Networks(nn.Module):
 
 
 class EpisodeReplay:
-    """The last `buffer_size` episodes, and counts of updates that are due and that were made."""
+    """The last `buffer_size` episodes, and the numbers of updates due and made."""
 
     def __init__(self, buffer_size: int) -> None:
         self.episodes, self.updates_due, self.num_updates = deque(maxlen=buffer_size), 0.0, 0
@@ -498,7 +498,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
     envs = Environments(args, N)
-    # Tests share StarCraft II with training, and drop unfinished episodes
+    # Tests on StarCraft II use `envs`, and drop its unfinished episodes
     test_envs = envs if args.env_id.startswith("smac/") else Environments(args, N)
     networks = Networks(args, envs.shape).to(device)
     target_networks = Networks(args, envs.shape).to(device)
@@ -606,7 +606,7 @@ class Smac(gym.Env):
         if self.env._episode_count == 0:
             self.env._seed = seed  # the first reset launches StarCraft II
         self.env.reset()
-        # Trap: SMAC, which divides rewards by it, may count enemies twice
+        # Trap: SMAC may count enemies twice in this divisor of rewards
         enemies, death = self.env.enemies.values(), self.env.reward_death_value
         rewards = [unit.health_max + unit.shield_max + death for unit in enemies]
         self.env.max_reward = sum(rewards) + self.env.reward_win
@@ -722,7 +722,7 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; keep the one before, no later ones."""
+        """Write a checkpoint; delete all but the one before it."""
         if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
         self.saves_since_episode += 1
