@@ -704,13 +704,13 @@ def pymarl_targets(case):
     "qmix",
     "td_lambda_targets",
     "float64",
-    "a truncated episode shorter than the longest of its batch gets only (1 - lambda) of its "
-    "bootstrap",
+    "a truncated episode shorter than the longest of its batch takes lambda of its bootstrap from "
+    "the padding (here -1,000)",
 )
 def pymarl2_targets(case):
     i = case["inputs"]
     gamma, lam, T = i["gamma"], i["td_lambda"], len(i["rewards"])
-    later = i["next_values"][-1] * (1 - i["no_bootstrap"].sum(0)) * i["mask"][-1]
+    later = i["next_values"][-1] * (1 - i["no_bootstrap"].sum(0))
     targets = np.zeros_like(i["rewards"])
     for t in reversed(range(T)):
         one_step = i["rewards"][t] + (1 - lam) * gamma * i["next_values"][t] * ~i["no_bootstrap"][t]
