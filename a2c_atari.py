@@ -27,7 +27,7 @@ entropy bonus encourages exploration.
     H(\pi(s))      entropies   (T, N)          entropy of the policy
     \beta          ent_coef                    weight of the entropy bonus, [A3C] Sec. 4
 
-Differences from common implementations (reasons: docs/a2c_atari.md):
+Differences from some implementations (reasons: docs/a2c_atari.md):
   * RMSprop is TensorFlow's: epsilon is inside the root and the average starts at one. The first
     steps of PyTorch's (`--torch-rmsprop`) are thousands of times larger.
   * A lost life ends the return, not the episode. On the first step of each life FIRE is pressed,

@@ -29,7 +29,7 @@ of the network estimates.
     w_i        weights         (B,)              importance-sampling weight, [PER] Sec. 3.4
 
 Differences from common implementations and the papers (reasons: docs/dqn_per_atari.md):
-  * The target network is synced every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 2,500).
+  * The target network is synced every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 7,500).
   * Rewards are clipped, priorities are not. Weights are divided by the minibatch's largest.
   * Truncation is not termination: the n transitions before it are never drawn, since the buffer
     lacks the final observation to bootstrap from.

@@ -28,7 +28,7 @@ of minibatch steps on a surrogate objective. Clipping the probability ratio to
   \epsilon     clip_coef              clip range, [PPO] Eq. (7)
   c_1, c_2     vf_coef / 2, ent_coef  loss weights, [PPO] Eq. (9)
 
-Differences from common implementations (reasons: docs/ppo_continuous.md):
+Differences from some implementations (reasons: docs/ppo_continuous.md):
   * Truncated episodes bootstrap from the value of their final observation [TIME].
   * All environments share normalization statistics, saved with the model, frozen in evaluation.
   * The return that scales rewards is reset at every episode end.

@@ -4,7 +4,7 @@
 docs. What is checked in them:
 
 * A number with a comment: `2,497<!-- mean eval_return runs script=ppo_continuous env_id=... -->`
-  is the mean, median, min, max or count of a column of a table of results, `0.99<!-- default gamma
+  is the mean, median, interquartile mean (iqm), min, max or count of a column of a table of results, `0.99<!-- default gamma
   -->` a default of the page's script (elsewhere: `<!-- default gamma a2c_atari -->`).
 * Links within the project and their anchors. `python benchmark/tables.py` sets the lines of links
   to functions, [`name`](../X.py#L1); a line that has moved since is no fault.
@@ -35,6 +35,7 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.M | re.S)
 GENERATED = re.compile(r"^<!-- (\w+) -->\n.*?^<!-- end of \1 -->$", re.M | re.S)
 NUMBER = re.compile(r"(-?\d[\d,.]*(?:e-?\d+)?)<!-- (.*?) -->")
 STATISTICS = {"mean": statistics.mean, "median": statistics.median, "min": min, "max": max}
+STATISTICS |= {"iqm": lambda x: statistics.mean(sorted(x)[len(x) // 4 : -(len(x) // 4) or None])}
 STATISTICS["count"] = len
 LINE = re.compile(r"\[`([\w.]+)`\]\(\.\./(\w+)\.py#L\d+\)")
 FOREIGN = {"--config", "--profile"}  # flags of Snakemake

@@ -30,9 +30,9 @@ PEERS = {
     "a2c_atari": ("sb3_a2c", "Stable-Baselines3"),
     "qmix_smac": ("jaxmarl_qmix", "JaxMARL QMIX"),
 }
-JAXMARL = {  # in words, and how many steps for an update
-    "jaxmarl_qmix": ("JaxMARL QMIX, 8 updates per 1,024 steps", 128),
-    "jaxmarl_pqn_vdn": ("JaxMARL PQN-VDN, 64 updates per 16,384 steps", 256),
+JAXMARL = {  # in words, how many steps for an update, and how many before the first one
+    "jaxmarl_qmix": ("JaxMARL QMIX, 8 updates per 1,024 steps", 128, 31 * 1024),
+    "jaxmarl_pqn_vdn": ("JaxMARL PQN-VDN, 64 updates per 16,384 steps", 256, 0),
 }
 ENVIRONMENTS = FRONT | {"ppo_continuous": "HalfCheetah-v4 Hopper-v4 Walker2d-v4"}
 REPLAY_MB = {"dqn_per_atari": 980_000 * 84 * 84 / 1e6}  # beyond speed.py's 20,000 transitions
@@ -50,7 +50,7 @@ QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, 
     "vf_coef": [
         ("ppo_continuous", "Humanoid-v4", "", "weight 0.5 (default)"),
         ("ppo_continuous", "Humanoid-v4", "--vf-coef 1.0", "weight 1, as in Stable-Baselines3"),
-        ("sb3_ppo", "Humanoid-v4", "--vf-coef 0.5", "Stable-Baselines3"),
+        ("sb3_ppo", "Humanoid-v4", "--vf-coef 0.5", "Stable-Baselines3, weight 1"),
     ],
     "num_envs": [
         ("ppo_continuous", "HalfCheetah-v4", "", "1 environment, 2,048 steps (default)"),
@@ -250,7 +250,8 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
             made = curves[curves.tag == "charts/updates"].value
             updates.append(made.iloc[-1] if len(made) else float("nan"))
             if script in JAXMARL:
-                updates[-1] = int(row["total_steps"]) / JAXMARL[script][1]
+                _, per_update, start = JAXMARL[script]
+                updates[-1] = (int(row["total_steps"]) - start) / per_update
         seconds = pd.to_numeric(rows.wall_seconds)  # empty where other programs ran beside it
         if "earlier" in words_of(script, variant):  # of a machine that is not known
             seconds *= float("nan")
