@@ -4,8 +4,9 @@
 docs. What is checked in them:
 
 * A number with a comment: `2,497<!-- mean eval_return runs script=ppo_continuous env_id=... -->`
-  is the mean, median, interquartile mean (iqm), min, max or count of a column of a table of results, `0.99<!-- default gamma
-  -->` a default of the page's script (elsewhere: `<!-- default gamma a2c_atari -->`).
+  is the mean, median, iqm (interquartile mean), min, max or count of a column of a table of
+  results, `0.99<!-- default gamma -->` a default of the page's script (elsewhere: `<!-- default
+  gamma a2c_atari -->`).
 * Links within the project and their anchors. `python benchmark/tables.py` sets the lines of links
   to functions, [`name`](../X.py#L1); a line that has moved since is no fault.
 * Flags: in commands (`python X.py --flag`), and of the page's script or any script in `--flag`.
