@@ -97,7 +97,8 @@ def table(name: str) -> list[dict]:
 def measured(page: Path, query: str) -> float:
     """The number that a comment asks for. Raises ValueError if there is none.
 
-    A comment in HTML must not hold two hyphens, so flags of a variant stand without them.
+    A comment in HTML must not hold two hyphens, so flags of a variant stand without them. Values
+    of which any will do are separated by |.
     """
     what, column, *rest = shlex.split(query)
     if what == "default":
@@ -110,7 +111,7 @@ def measured(page: Path, query: str) -> float:
     for condition in rest[1:]:
         key, sign, value = re.match(r"(\w+)(<=|>=|=)(.*)", condition).groups()
         if sign == "=":
-            rows = [row for row in rows if row[key].replace("--", "") == value]
+            rows = [row for row in rows if row[key].replace("--", "") in value.split("|")]
         else:
             rows = [row for row in rows if (float(row[key]) <= float(value)) == (sign == "<=")]
     if not rows:
