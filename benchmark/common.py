@@ -31,7 +31,7 @@ STEPS = {  # of a run of speed.py, of which the first quarter is warm-up
     "a2c_atari": 40_000,
     "a3c_atari": 40_000,
     "dqn_per_atari": 24_000,  # after a quarter, Adam's averages of dead units are denormal
-    "qmix_smac_3m": 60_000,
+    "qmix_smac_3m": 160_000,  # JaxMARL's updates begin after 32,768
     "ppo_continuous_cuda": 40_960,
     "a2c_atari_cuda": 16_000,
     "dqn_per_atari_cuda": 12_000,

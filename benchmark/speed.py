@@ -84,9 +84,8 @@ PROGRAMS = [  # what is compared, name, command; the ratios of a table are to it
     ),
     ("dqn_per_atari_cuda", "dqn_per_atari.py", on_gpu(DQN)),
     ("dqn_per_atari_cuda", "dqn_per_atari.py --bf16", f"{on_gpu(DQN)} --bf16"),
-    # 16 updates: for 63 episodes, as many as 1,024 of the first 30,000 steps of qmix_smac.py have,
-    # with MINIBATCHES
-    ("qmix_smac_3m", "JaxMARL QMIX, as many updates", f"{JAXMARL} 16"),
+    # 17 updates: for 68 episodes, as many as 1,024 steps of qmix_smac.py have, with MINIBATCHES
+    ("qmix_smac_3m", "JaxMARL QMIX, as many updates", f"{JAXMARL} 17"),
     ("qmix_smac_3m", "JaxMARL QMIX, 8 updates per 1,024 steps", f"{JAXMARL} 8"),
     ("qmix_smac_3m", "qmix_smac.py", QMIX),
     ("qmix_smac_3m", f"qmix_smac.py {MINIBATCHES}", f"{QMIX} {MINIBATCHES}"),
