@@ -204,9 +204,9 @@ def jaxmarl_qmix(args) -> list[float]:
     """JaxMARL's qmix_rnn.py on SMAX, at the sizes of qmix_smac.py, with `args.updates` updates.
 
     8 environments (its own: 16) take 128 steps each, then it makes 8 updates of 32 sequences of 128
-    steps, once its buffer holds 32 rounds (from 32,768 steps on). The step size is ten times that of its configuration, made for networks of 512 units. Its
-    environments start new episodes within a sequence, so that its updates train on all 128 steps,
-    ours on one episode.
+    steps, once its buffer holds 32 rounds (from 32,768 steps on). The step size is ten times that
+    of its configuration, made for networks of 512 units. Its environments start new episodes within
+    a sequence, so that its updates train on all 128 steps, ours on one episode.
     """
     changes = dict(NUM_ENVS=8, NUM_EPOCHS=args.updates, LR=5e-4, LEARNING_STARTS=1_024)
     changes |= dict(MIXER_EMBEDDING_DIM=32, MIXER_HYPERNET_HIDDEN_DIM=64)
