@@ -13,7 +13,7 @@ variant are those below a folder named like `ppo_continuous+rpo`.
 """
 
 import argparse
-import fcntl
+import contextlib
 import json
 import os
 import shlex
@@ -57,6 +57,7 @@ def collect(folder: Path, results: Path, commit: str | None = None) -> None:
     for path in folder.resolve().parents:
         if source(path.name) or path.name.startswith(f"{script}+"):  # a copy or a variant
             script = path.name
+            break
     made = origin(folder, commit)
     points = read_events(folder)
     of = {tag: points[points.tag == tag] for tag in TAGS}
@@ -102,8 +103,11 @@ def collect(folder: Path, results: Path, commit: str | None = None) -> None:
     path = results / curves_name(row)
     path.parent.mkdir(parents=True, exist_ok=True)
     curves.to_csv(path, columns=["tag", "step", "value", "count"], index=False)
-    lock = os.open(results, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # other runs may end at this moment too
+    with contextlib.suppress(ImportError):  # not on Windows
+        import fcntl
+
+        lock = os.open(results, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other runs may end at this moment too
     rows = pd.concat([read_table(results / "runs.csv"), pd.DataFrame([row])])
     rows = rows.fillna("").replace("nan", "").drop_duplicates(KEY, keep="last").sort_values(KEY)
     rows.to_csv(results / "runs.tmp", index=False)

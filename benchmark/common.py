@@ -126,11 +126,24 @@ def curves_name(row: dict) -> str:
 
 
 def setting(script: str, variant: str) -> str:
-    """The flags of a variant, sorted, without the length of its runs and the script's defaults."""
-    known = arguments(script).items()
-    defaults = {f"{flag} {default.strip(chr(34))}" for flag, (default, _) in known}
-    flags = [flag for flag in FLAG.findall(variant) if flag not in defaults]
-    return " ".join(sorted(flag for flag in flags if not flag.startswith("--total-timesteps ")))
+    """The flags of a variant, sorted, without the script's defaults, the length of its runs and the
+    interval of their checkpoints.
+    """
+    left_out, flags = ("--total-timesteps", "--checkpoint-interval"), []
+    for flag in FLAG.findall(variant):
+        name, _, value = flag.partition(" ")
+        default, _ = arguments(script).get(name, ("", ""))
+        if name not in left_out and (not value or literal(value) != literal(default)):
+            flags.append(flag)
+    return " ".join(sorted(flags))
+
+
+def literal(text: str):
+    """The value of a Python literal; other text as it is."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
 
 
 EARLIER_QMIX = (  # its settings before the present defaults, beside --num-envs 8

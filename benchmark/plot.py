@@ -58,7 +58,6 @@ WORDS = {  # settings in a legend
     "--middle-fraction 0.1": "epsilon 0.1 at 10% of the run",
     "--middle-fraction 0.5": "epsilon 0.1 at 50%",
     "--end-fraction 0.8": "epsilon 0.01 at 80%",
-    "--num-workers 2": "2 workers",
     "--target-interval 32": "target copied every 32 iterations",
     "--buffer-size 1000": "replay of 1,000 episodes",
     "--batch-size 16": "minibatches of 16",
@@ -292,12 +291,14 @@ def draw_wall_time(results: Path) -> Figure:
             if len(theirs):
                 program = programs[0] if programs else ""
                 legend[f"{name} ({len(theirs)})"] = (theirs, look, program)
-        for rows, look, program in legend.values():
+        drawn = {}
+        for words, (rows, look, program) in legend.items():
             seconds = pd.to_numeric(rows.wall_seconds) / rows.total_steps.astype(int)
             per_step = 1 / speeds[program] if program in speeds else seconds.median()
-            draw_runs(axes, tag_of(script), rows, results, look, per_step / 60)
-        handles = [Line2D([], [], **look) for _, look, _ in legend.values()]
-        axes.legend(handles, list(legend), loc="best", fontsize=6)
+            if np.isfinite(per_step):  # else nothing says how long a step takes
+                draw_runs(axes, tag_of(script), rows, results, look, per_step / 60)
+                drawn[words] = Line2D([], [], **look)
+        axes.legend(drawn.values(), drawn, loc="best", fontsize=6)
         axes.set_title(f"{TITLES[script]}, {env_id}")
         axes.set_xlim(left=0)
         axes.set_xlabel("minutes")

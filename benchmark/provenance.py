@@ -7,6 +7,7 @@ is resumed with another commit, on another machine or with other versions, all a
 separated by "; ".
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -37,9 +38,10 @@ def machine() -> str:
 
 def versions(packages: str = PACKAGES) -> dict[str, str]:
     """The versions of Python and of those packages that are installed."""
-    distributions = importlib.metadata.distributions()
-    installed = {each.name.lower().replace("_", "-"): each.version for each in distributions}
-    found = {name: installed[name] for name in packages.split() if name in installed}
+    found = {}
+    for name in packages.split():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return {"python": platform.python_version()} | found
 
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pandas as pd
-from common import FRONT, arguments, curves_name, earlier_qmix, front, read_table, setting
+from common import FLAG, FRONT, arguments, curves_name, earlier_qmix, front, read_table, setting
 from plot import center, in_words
 from tables import interval, nearest, newest_rounds, number, spread
 
@@ -129,13 +129,14 @@ def algorithms(measured: pd.DataFrame) -> pd.DataFrame:
         took = f"{seconds / 3600:.1f} h" if seconds > 3600 else f"{seconds / 60:.0f} min"
         took += f" ({setting})" if setting else ""
         peak = rows.peak_mb.astype(float).median() + REPLAY_MB.get(script, 0)
+        memory = f"{peak / 1000:.1f} GB" + " per process" * ("worker" in setting)
         table.append(
             {
                 "script": f"[`{script}.py`]({script}.py)",
                 "algorithm": algorithm,
                 "paper": paper,
                 "page": f"[page](docs/{script}.md)",
-                "default run on two cores": f"{steps / 1e6:g}M steps, {took}, {peak / 1000:.1f} GB",
+                "default run on two cores": f"{steps / 1e6:g}M steps, {took}, {memory}",
             }
         )
     return pd.DataFrame(table)
@@ -181,28 +182,35 @@ def reference(row: dict) -> str:
 
 
 def defaults(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
-    """benchmark/README's scores: every environment, in each the longest of the plainest runs."""
+    """benchmark/README's scores: every environment, in each the plainest runs: the longest, and
+    those of three seeds or more.
+    """
     table = []
     for script in FRONT:
         for env_id, rows in runs[runs.script == script].groupby("env_id"):
-            flags = [len(setting(script, each)) for each in rows.variant]
-            rows = rows[[length == min(flags) for length in flags]]
-            rows = at_equal_steps(rows, rows.total_steps.astype(int).max())
-            steps = steps_of(rows)
-            known = at_equal_steps(nearest(references, script, env_id, steps), steps)
-            table.append(
-                {
-                    "script": f"`{script}.py`",
-                    "environment": env_id,
-                    "steps": f"{steps / 1e6:.3g}M",
-                    "seeds": str(len(rows)),
-                    "training": interval(rows[column_of(script)], center),
-                    "evaluation": interval(
-                        rows["eval_battle_won_rate" if "qmix" in script else "eval_return"], center
-                    ),
-                    "published": "; ".join(map(reference, known.to_dict("records"))),
-                }
-            )
+            settings = [setting(script, each) for each in rows.variant]
+            plainest = min(settings, key=lambda each: len(FLAG.findall(each)))
+            rows = rows[[each == plainest for each in settings]]
+            lengths = rows.total_steps.astype(int)
+            groups = [at_equal_steps(rows, x) for x in sorted({round(x, -5) for x in lengths})]
+            groups = [x for x in groups if len(x) > 2 or lengths[x.index].max() == lengths.max()]
+            for rows in groups:
+                steps = steps_of(rows)
+                known = at_equal_steps(nearest(references, script, env_id, steps), steps)
+                table.append(
+                    {
+                        "script": f"`{script}.py`",
+                        "environment": env_id,
+                        "steps": f"{steps / 1e6:.3g}M",
+                        "seeds": str(len(rows)),
+                        "training": interval(rows[column_of(script)], center),
+                        "evaluation": interval(
+                            rows["eval_battle_won_rate" if "qmix" in script else "eval_return"],
+                            center,
+                        ),
+                        "published": "; ".join(map(reference, known.to_dict("records"))),
+                    }
+                )
     return pd.DataFrame(table)
 
 
@@ -230,7 +238,7 @@ def question(name: str, runs: pd.DataFrame, archived: pd.DataFrame) -> pd.DataFr
 
 
 def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
-    """When runs of at least 500,000 steps first win which fraction of their battles, no variants'.
+    """When runs of at least 480,000 steps first win which fraction of their battles, no variants'.
 
     A rate is the mean of three tests in a row, for a peer, whose tests are rare, one test. Its
     seconds are that part of the run's wall time which its steps are of all steps. Medians over
@@ -296,9 +304,11 @@ def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
         own = [name for name in ordered if " 8 updates" in name]
         default = next(name for name in rows.name if name in ours)
         rounds = f"{len(speeds)} round{'s' * (len(speeds) > 1)}"
-        processor = "AMD EPYC" if "AMD" in rows.machine.iloc[0] else "Intel Xeon"
-        if gpu:
-            processor = re.search(r"NVIDIA [\w ]+?(?= \()", rows.machine.iloc[0])[0]
+        machine = rows.machine.iloc[0].replace("(R)", "").replace(" Processor", "")
+        kind = (
+            r"NVIDIA [^(,]+(?= \()" if gpu else r"AMD EPYC|Intel Xeon|(?<=cores of )[^(,]+(?= \()"
+        )
+        processor = re.search(kind, machine)[0]
         for peer in [name for name in ordered if name not in ours + own][-1:] + own:
             like = [name for name in ours if "--batch-size" in name]  # minibatches as JaxMARL's
             faster = ours[ours.index(default) :]

@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
     parser.add_argument("--poll", type=float, default=10, help="seconds between looks at a run")
     args = parser.parse_args(own)
-    if not arguments(args.script):
+    if not (ROOT / f"{args.script}.py").exists():
         parser.error(f"there is no {args.script}.py")
     targets = dict(zip(args.env_ids, args.targets or [1.0] * len(args.env_ids), strict=True))
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -127,6 +127,8 @@ def main(argv: list[str]) -> None:
         n_trials=args.trials - len(study.get_trials(states=done)),
         catch=(RuntimeError,),  # a run that failed, say diverged
     )
+    if not study.get_trials(states=done[:1]):
+        sys.exit(f"error: no trial was completed: see console.txt of its runs in {args.folder}")
     print(f"best of {len(study.trials)} trials: {study.best_value:.4g} with {study.best_params}")
 
 

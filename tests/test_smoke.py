@@ -69,7 +69,7 @@ def test_killed_at_any_moment(whole, tmp_path):
         words = command(script, *flags, "--run-folder", killed)
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         process.stdout.readline()  # the run folder
-        time.sleep(moments.uniform(0, 2))
+        time.sleep(moments.uniform(0, json.loads((folder / "result.json").read_text())["seconds"]))
         process.send_signal(signal.SIGKILL)
         process.communicate()
     call(script, *flags, "--run-folder", killed)

@@ -56,7 +56,10 @@ def plant(bug: dict, folder: Path) -> None:
 
 
 def run_tests(folder: Path, *flags: str) -> str | None:
-    """Run tests until the first failure. Returns the failed test, or None if all passed."""
+    """Run tests until the first failure. Returns the failed test, or None if all passed.
+
+    Raises RuntimeError where pytest itself fails.
+    """
     words = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -73,7 +76,9 @@ def run_tests(folder: Path, *flags: str) -> str | None:
     if process.returncode in (0, 5):  # 5: no test was selected
         return None
     failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", process.stdout, re.M)
-    return failed.group(1) if failed else f"no test: exit status {process.returncode}"
+    if not failed:
+        raise RuntimeError(f"pytest {flags} ended with {process.returncode}:\n{process.stdout}")
+    return failed.group(1)
 
 
 def caught_by(bug: dict) -> str | None:
@@ -127,8 +132,8 @@ def main() -> None:
         for bug, future in [(bug, pool.submit(caught_by, bug)) for bug in bugs]:
             try:
                 test = future.result() or "survived"
-            except ValueError as error:
-                test = f"survived, as it has no place: {error}"
+            except (ValueError, RuntimeError) as error:  # it has no place, or pytest failed
+                test = f"survived: {error}"
             survived += test.startswith("survived")
             print(f"{bug['script']}: {bug['what']}: {test}", flush=True)
     print(f"{len(bugs) - survived} of {len(bugs)} caught")

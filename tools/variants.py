@@ -6,6 +6,7 @@ python tools/variants.py sizes     # changed lines of each, for the table in var
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,7 @@ def rebase(patch: Path) -> str:
     if merge.returncode:
         return f"conflicts since {commit}: solve them in {folder / script} (README.md says how)"
     patch.write_text(diff(script, current, (folder / script).read_text()))
+    shutil.rmtree(folder)
     return f"rebased from {commit}"
 
 

@@ -14,7 +14,7 @@ kill_a_run() { # folder: kill the first run that has a checkpoint
     until checkpoint=$(find "$work/$1" -name 'checkpoint_*[1-9]*.pt' 2> /dev/null | grep -m 1 .); do sleep 0.1; done
     run=$(dirname "$checkpoint")
     echo "killed: $(basename "$(dirname "$run")")/$(basename "$run") after $(basename "$checkpoint")"
-    pkill -KILL -f "python.* --run-folder $run\$"
+    pkill -KILL -f "^[^ ]*python[^ ]* .*--run-folder $run( |\$)"
 }
 (study undisturbed)
 (study disturbed) & engine=$!

@@ -60,7 +60,7 @@ study undisturbed -c 2
 study disturbed "${slurm[@]}" & engine=$!
 until job=$(squeue -h -w node2 -t R -o %i 2> /dev/null | grep -m 1 .); do sleep 0.5; done
 until checkpoint=$(find "$work/disturbed" -name 'checkpoint_*[1-9]*.pt' -newer "$work/node2.pid" 2> /dev/null |
-    while read -r path; do if pgrep -f -- "--run-folder $(dirname "$path")\$" > /dev/null; then echo "$path"; fi; done |
+    while read -r path; do if pgrep -f -- "^[^ ]*python[^ ]* .*--run-folder $(dirname "$path")( |\$)" > /dev/null; then echo "$path"; fi; done |
     tail -n 1 | grep .); do sleep 0.2; done
 squeue -o "%.6i %.10T %.8N"
 # a node dies at once: its daemon, and all that it started
