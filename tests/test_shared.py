@@ -38,8 +38,8 @@ def finished(tmp_path_factory):
 
 @functools.cache
 def definitions(script):
-    tree = ast.parse((ROOT / f"{script}.py").read_text())
-    return {node.name: ast.unparse(node) for node in tree.body if hasattr(node, "name")}
+    nodes = ast.parse(text := (ROOT / f"{script}.py").read_text()).body
+    return {x.name: ast.get_source_segment(text, x) for x in nodes if hasattr(x, "name")}
 
 
 @pytest.mark.quick
