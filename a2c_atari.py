@@ -180,7 +180,8 @@ class AtariEnvs:
         """
         # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
-        obs, rewards, terminations, truncations, info = self.envs.step(self.executed_actions)
+        obs, rewards, *ends, info = self.envs.step(self.executed_actions)
+        terminations, truncations = np.array(ends, bool)
         self.returns += rewards
         self.lengths += 1
         dones = terminations | truncations
@@ -396,7 +397,7 @@ EVAL_STEPS = 100_000  # where evaluation episodes are cut off
 
 @torch.no_grad()
 def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
-    """Unclipped returns of episodes."""
+    """Unclipped returns of `args.eval_episodes` episodes."""
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = AtariEnvs(args, args.eval_episodes)
     agent = Agent(envs.obs_shape, envs.num_actions, args.conv3_filters).to(device).eval()

@@ -177,7 +177,8 @@ class AtariEnvs:
         """
         # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
-        obs, rewards, terminations, truncations, info = self.envs.step(self.executed_actions)
+        obs, rewards, *ends, info = self.envs.step(self.executed_actions)
+        terminations, truncations = np.array(ends, bool)
         self.returns += rewards
         self.lengths += 1
         dones = terminations | truncations

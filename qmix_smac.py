@@ -313,7 +313,7 @@ class Agent(nn.Module):
         self.head = nn.Linear(hidden_dim, shape.n_actions)
 
     def initial_hidden(self, num_envs: int) -> Tensor:
-        """Hidden states (B, n, H) at an episode's start: zeros."""
+        """Hidden states (B, n, H) at an episode's start: zeros, as acting resets them to 0."""
         return self.head.weight.new_zeros(num_envs, self.shape.n_agents, self.hidden_dim)
 
     def forward(self, obs, last_actions, hidden) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,7 @@ WORDS = {  # settings in a legend
     "--no-prioritized": "uniform replay",
     "--bf16": "bfloat16",
     "--adam-eps 1.5e-4": "Adam's epsilon 1.5e-4",
+    "--exploration-fraction 0.1": "epsilon 0.01 at 10% of the run",
     "--middle-fraction 0.1": "epsilon 0.1 at 10% of the run",
     "--middle-fraction 0.5": "epsilon 0.1 at 50%",
     "--end-fraction 0.8": "epsilon 0.01 at 80%",
@@ -211,7 +212,10 @@ def draw(script: str, results: Path) -> Figure:
     flags = {name: FLAG.findall(name) for name in settings}
     common = set.intersection(*map(set, flags.values())) if len(flags) > 1 else set()
     own = {name: " ".join(flag for flag in flags[name] if flag not in common) for name in flags}
-    plainest_first = sorted(flags, key=lambda name: (own[name].count("--"), own[name]))
+    default = "--exploration-fraction"  # today's epsilon: other runs of DQN have an earlier one
+    plainest_first = sorted(
+        flags, key=lambda name: (default not in name, own[name].count("--"), own[name])
+    )
     looks = dict(zip(plainest_first, LOOKS * len(flags)))
 
     panels = list(runs.groupby(["env_id", "longer"]))
@@ -265,7 +269,7 @@ def draw_overview(results: Path) -> Figure:
             axes.legend(handles, list(legend), loc="upper left", fontsize=6)
         axes.set_title(f"{TITLES[script]}, {env_id}")
     words = "In brackets: seeds.\nFewer than three: each seed.\nElse: the mean, from five on the\n"
-    words += "interquartile mean, with a\n95% bootstrap interval.\nDashed, dots: published."
+    words += "interquartile mean, with a\n95% bootstrap interval.\nDashed lines, markers: published."
     figure.text(0.72, 0.25, words, fontsize=7, va="center")
     return figure
 
@@ -284,7 +288,7 @@ def draw_wall_time(results: Path) -> Figure:
         speeds = newest.groupby("name").steps_per_second.median()
         legend = {f"here ({len(ours)})": (ours, LOOKS[0], f"{script}.py")}
         if f"{script}.py --compile" in speeds:
-            legend["here, compiled"] = (ours, LOOKS[1], f"{script}.py --compile")
+            legend[f"here, compiled ({len(ours)})"] = (ours, LOOKS[1], f"{script}.py --compile")
         for (peer, name), look in zip(PEERS[script].items(), PEER_LOOKS):
             theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
             programs = [program for program in speeds.index if program.startswith(name)]

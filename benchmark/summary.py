@@ -285,8 +285,8 @@ def words_of(script: str, variant: str) -> str:
     return f"`{script}.py`, {in_words(setting(script, variant))}"
 
 
-def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
-    """A row for each program and peer: the script, its faster settings, the fastest peer.
+def speed(measured: pd.DataFrame, gpu: bool = False, every: bool = True) -> pd.DataFrame:
+    """A row for each program and peer: the script, its `every` or faster settings, the fastest peer.
 
     A peer whose name says how many updates it makes has a row of its own, beside the script's
     defaults.
@@ -311,8 +311,10 @@ def speed(measured: pd.DataFrame, gpu: bool = False) -> pd.DataFrame:
         processor = re.search(kind, machine)[0]
         for peer in [name for name in ordered if name not in ours + own][-1:] + own:
             like = [name for name in ours if "--batch-size" in name]  # minibatches as JaxMARL's
-            faster = ours[ours.index(default) :]
-            for mine in [default] if peer in own else like or faster:
+            shown = [default, *(name for name in ours if name != default)]
+            if not every:
+                shown = [name for name in shown if ours.index(name) >= ours.index(default)]
+            for mine in [default] if peer in own else like or shown:
                 table.append(
                     {
                         "program": f"`{mine}`",

@@ -176,9 +176,11 @@ def test_every_truncation_ends_an_episode(limit_games):
     limit_games(a2c, 24)
     envs = a2c.AtariEnvs(make_args(env_id="ALE/Breakout-v5"), 4)
     envs.reset(1, None)
-    truncated = 0
+    step, truncated = envs.envs.step, 0
+    envs.envs.step = lambda x: (*(y := step(x))[:2], *np.array(y[2:4], int), y[4])  # integers
     for _ in range(60):
         *_, truncations, _ = envs.step(np.zeros(4, int))
+        assert truncations.dtype == envs.fire.dtype == bool
         assert set(np.flatnonzero(truncations)) <= envs.episodes.keys()
         truncated += truncations.sum()
     assert truncated > 20
@@ -192,8 +194,7 @@ class Catch(gym.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.ball, self.paddle = self.np_random.integers(4, size=2)
-        self.time = 0
+        self.time, (self.ball, self.paddle) = 0, self.np_random.integers(4, size=2)
         return self.draw(), {}
 
     def draw(self):
@@ -219,7 +220,6 @@ def test_a_users_environment_is_learned(tmp_path, monkeypatch):
     options = dict(num_envs=8, total_timesteps=4800, gamma=0.9, rmsprop_alpha=0.5)
     options |= dict(learning_rate=5e-3, conv3_filters=32, eval_episodes=50, greedy=True)
     a2c.train(make_args(**options), tmp_path, None)
-    points = logged(tmp_path)
-    scores = list(points["charts/episodic_return"].values())
+    scores = list((points := logged(tmp_path))["charts/episodic_return"].values())
     assert len(scores) == 200 and np.mean(scores[:20]) < -0.2 and np.mean(scores[-20:]) > 0.6
     assert points["eval/episodic_return"][4800] > 0.5

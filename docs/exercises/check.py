@@ -72,7 +72,7 @@ def main(name: str) -> None:
         sys.exit(f"error: {path.name} has changes; commit them, or `git checkout {path.name}`")
     if which == "implement":
         path.write_text(blank(path.read_text(), IMPLEMENT[script]))
-        print(f"{IMPLEMENT[script]} in {path.name} is blank now. Write it anew.")
+        print(f"{IMPLEMENT[script]} in {path.name} is now blank. Rewrite it.")
     else:
         subprocess.run(["git", "apply", str(patch)], cwd=ROOT, check=True)
         print(f"{path.name} has a bug now. Find it, without looking at the patch.")
