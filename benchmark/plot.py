@@ -218,7 +218,7 @@ def draw(script: str, results: Path) -> Figure:
     )
     looks = dict(zip(plainest_first, LOOKS * len(flags)))
 
-    panels = list(runs.groupby(["env_id", "longer"]))
+    panels = sorted(runs.groupby(["env_id", "longer"]), key=lambda x: (x[0][0], not x[0][1]))
     rows = -(-len(panels) // 4)
     across = -(-len(panels) // rows)
     figure, published = Figure(layout="constrained"), {}
@@ -262,14 +262,20 @@ def draw_overview(results: Path) -> Figure:
         looks = {setting(script, variant): LOOKS[0]}
         legend |= draw_panel(axes, script, env_id, ours, results, looks)
         handles = [Line2D([], [], **look) for look in legend.values()]
-        axes.legend(handles, list(legend), loc="best", fontsize=6)
+        if script == "qmix_smac":  # its legend in the empty panel
+            place = dict(loc="upper left", bbox_to_anchor=(1.2, 1))
+            axes.legend(handles, list(legend), **place, fontsize=6).set_in_layout(False)
+        else:
+            axes.legend(handles, list(legend), loc="best", fontsize=6)
         if script in ("a2c_atari", "dqn_per_atari"):  # elsewhere there is room
             low, high = axes.get_ylim()
             axes.set_ylim(top=high + 0.4 * (high - low))
             axes.legend(handles, list(legend), loc="upper left", fontsize=6)
         axes.set_title(f"{TITLES[script]}, {env_id}")
     words = "In brackets: seeds.\nFewer than three: each seed.\nElse: the mean, from five on the\n"
-    words += "interquartile mean, with a\n95% bootstrap interval.\nDashed lines, markers: published."
+    words += (
+        "interquartile mean, with a\n95% bootstrap interval.\nDashed lines, markers: published."
+    )
     figure.text(0.72, 0.25, words, fontsize=7, va="center")
     return figure
 

@@ -286,7 +286,7 @@ def words_of(script: str, variant: str) -> str:
 
 
 def speed(measured: pd.DataFrame, gpu: bool = False, every: bool = True) -> pd.DataFrame:
-    """A row for each program and peer: the script, its `every` or faster settings, the fastest peer.
+    """A row for each program and peer: the script, its faster or all settings, the fastest peer.
 
     A peer whose name says how many updates it makes has a row of its own, beside the script's
     defaults.
