@@ -38,8 +38,8 @@ Differences from common implementations and the papers (reasons: docs/dqn_per_at
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
     python dqn_per_atari.py --env-id ALE/Pong-v5  # writes runs/ALE-Pong-v5__...
-    python dqn_per_atari.py --resume runs/...  # resumes an interrupted run
-    python dqn_per_atari.py --evaluate runs/...  # evaluates a trained network
+    python dqn_per_atari.py --resume runs/...  # resumes a run
+    python dqn_per_atari.py --evaluate runs/...  # evaluates a network
 """
 
 import contextlib
@@ -429,8 +429,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or a checkpoint."""
     N = args.num_envs
     sizes = (N, args.n_step, args.frame_stack, args.batch_size, args.train_frequency)
-    if min(*sizes, args.target_network_frequency, args.log_interval) < 1:
-        sys.exit("error: a size, number or interval is below 1")
+    if min(*sizes, args.target_network_frequency, args.log_interval, args.checkpoint_interval) < 1:
+        sys.exit("error: a size or interval is below 1")
     first = max(args.learning_starts, N * (args.frame_stack + args.n_step))
     if first > min(args.buffer_size, args.total_timesteps):
         sys.exit(f"error: --learning-starts {first} is above --buffer-size or --total-timesteps")
