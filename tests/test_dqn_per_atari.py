@@ -283,8 +283,8 @@ def test_replay_continues_from_its_state(steps):
     for changed in (*changes, dict(env_id="ALE/Pong-v5")):
         with pytest.raises(SystemExit, match="error: "):
             make_replay(**settings | changed).load_state_dict(state)
-    flags = ("frame_stack", "batch_size", "train_frequency", "target_network_frequency")
-    for changed in (*({flag: 0} for flag in flags), dict(learning_starts=131)):
+    flags = "frame_stack batch_size train_frequency target_network_frequency checkpoint_interval"
+    for changed in (*({flag: 0} for flag in flags.split()), dict(learning_starts=131)):
         with pytest.raises(SystemExit, match=r"below 1|above --buffer-size"):
             dqn.train(dqn.Args(**SMALL | changed), Path(), None)
 

@@ -115,7 +115,7 @@ def test_munchausen_target(variant):
     soft_values = (np.exp(logs[3]) * (x[3] - 0.3 * logs[3])).sum(1)
     deltas = rewards + bonuses + discounts * soft_values - x[0][ROWS, actions]
     np.testing.assert_allclose(td_errors, deltas, rtol=1e-3, atol=1e-3)
-    with pytest.raises(SystemExit, match="n-step not 1"):
+    with pytest.raises(SystemExit, match="n-step must be 1"):
         variant("munchausen").train(variant("munchausen").Args(n_step=2), None, None)
 
 
