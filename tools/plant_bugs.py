@@ -7,7 +7,8 @@
 Each bug goes into a copy of the project. There the script's own tests run until the first failure,
 then the shared ones (the other way round for a bug behind the divider), those on the GPU, real or
 pretended, and the smoke test last.
-The program prints the test that caught the bug, or `survived`; its exit status is 1 if any did.
+The program first runs the tests without a bug. It prints the test that caught each bug, or
+`survived`; its exit status is 1 if any did.
 planted_bugs.csv is the list: script, what the bug is, the old text, which occurs exactly once in
 the script, and the new text. The bugs of docs/exercises are planted too.
 """
@@ -82,13 +83,17 @@ def run_tests(folder: Path, *flags: str) -> str | None:
 
 
 def caught_by(bug: dict) -> str | None:
-    """The first test that fails with this bug, or None. A bug without a place raises ValueError."""
+    """The first test that fails with this bug, or None. A bug without a place raises ValueError.
+
+    Without old text or a patch: the first test that fails without a bug.
+    """
     script = bug["script"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ignore = shutil.ignore_patterns(*LEFT_OUT)
         shutil.copytree(ROOT, folder, ignore=ignore, dirs_exist_ok=True)
-        plant(bug, folder)
+        if bug.keys() & {"old", "patch"}:
+            plant(bug, folder)
         own, shared = [f"tests/test_{script}.py"], []
         if script.endswith("_atari"):
             own.append("tests/test_atari_envs.py")
@@ -127,8 +132,11 @@ def main() -> None:
                     faults += 1
                     print(error)
         sys.exit(faults > 0)
-    survived = 0
+    survived, scripts = 0, dict.fromkeys(bug["script"] for bug in bugs)
     with ThreadPoolExecutor(args.n) as pool:
+        for test in pool.map(caught_by, [{"script": script} for script in scripts]):
+            if test:
+                sys.exit(f"error: {test} fails without a bug")
         for bug, future in [(bug, pool.submit(caught_by, bug)) for bug in bugs]:
             try:
                 test = future.result() or "survived"
