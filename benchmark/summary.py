@@ -7,6 +7,7 @@ One statistic throughout: the interquartile mean over seeds from five seeds on, 
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from common import FLAG, FRONT, arguments, curves_name, earlier_qmix, front, read_table, setting
 from plot import center, in_words
@@ -241,14 +242,15 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
     """When runs of at least 480,000 steps first win which fraction of their battles, no variants'.
 
     A rate is the mean of three tests in a row, for a peer, whose tests are rare, one test. Its
-    seconds are that part of the run's wall time which its steps are of all steps. Medians over
-    seeds, `-` where most seeds do not get there.
+    seconds are by the log's steps per second since the start; a peer has none, and its seconds are
+    that part of the run's wall time which its steps are of all steps. Medians over seeds, `-` where
+    most seeds do not get there.
     """
     table, rates = [], (0.5, 0.8, 0.9)
     runs = runs[(runs.tests_battle_won_rate != "") & (runs.total_steps.astype(int) >= 480_000)]
     runs = runs[~runs.script.str.contains("+", regex=False)]
     for (env_id, script, variant), rows in runs.groupby(["env_id", "script", "variant"]):
-        reached, updates = {rate: [] for rate in rates}, []
+        reached, updates, clocks = {rate: [] for rate in rates}, [], []
         for row in rows.to_dict("records"):
             curves = read_table(results / curves_name(row)).astype({"step": int, "value": float})
             won = curves[curves.tag == "eval/battle_won_rate"].groupby("step").value.mean()
@@ -260,22 +262,30 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
             if script in JAXMARL:
                 _, per_update, start = JAXMARL[script]
                 updates[-1] = (int(row["total_steps"]) - start) / per_update
-        seconds = pd.to_numeric(rows.wall_seconds)  # empty where other programs ran beside it
+            if row["wall_seconds"]:  # empty where other programs ran beside it
+                speeds = curves[curves.tag == "charts/SPS"]
+                clocks.append((speeds.step, speeds.step / speeds.value))
+                if speeds.empty:
+                    clocks[-1] = (0, int(row["total_steps"])), (0, int(row["wall_seconds"]))
         if "earlier" in words_of(script, variant):  # of a machine that is not known
-            seconds *= float("nan")
-        per_step = (seconds / rows.total_steps.astype(float)).median()
+            clocks = []
         entry = {"map": env_id, "program": words_of(script, variant), "seeds": str(len(rows))}
         for rate in rates:
             steps = pd.Series(reached[rate]).fillna(float("inf")).median()
-            took = "" if pd.isna(per_step) else f", {steps * per_step:,.0f} s"
-            entry[f"{rate:g}"] = f"{steps / 1e3:,.0f}k{took}" if steps < 1e12 else "-"
+            reads = f"{steps / 1e3:,.0f}k{took(clocks, steps)}"
+            entry[f"{rate:g}"] = reads if steps < 1e12 else "-"
         entry["last fifth"] = interval(rows.tests_battle_won_rate, center)
-        took = "" if pd.isna(per_step) else f", {seconds.median():,.0f} s"
-        entry["whole run"] = f"{steps_of(rows) / 1e6:.3g}M{took}"
+        entry["whole run"] = f"{steps_of(rows) / 1e6:.3g}M{took(clocks, steps_of(rows))}"
         made = pd.Series(updates).median()
         entry["updates"] = "" if pd.isna(made) else f"{made:,.0f}"
         table.append(entry)
     return pd.DataFrame(table)
+
+
+def took(clocks: list, steps: float) -> str:
+    """The median seconds that `steps` took by clocks of (steps, seconds), if there are any."""
+    seconds = [np.interp(steps, *clock) for clock in clocks]
+    return f", {np.median(seconds):,.0f} s" if clocks else ""
 
 
 def words_of(script: str, variant: str) -> str:
