@@ -4,10 +4,10 @@
     python benchmark/peers.py sb3_ppo --env-id Humanoid-v4 --seed 2 --run-folder runs/sb3_ppo/2
     JAXMARL=~/JaxMARL python benchmark/peers.py jaxmarl_qmix --env-id 3m
 
-The last one and jaxmarl_pqn_vdn need a clone of github.com/FLAIROx/JaxMARL. Each prints lines
-`point STEP SECONDS` after updates: steps so far, and the clock. With --run-folder it writes what
-our scripts write, TensorBoard events and result.json, and provenance.json, but no checkpoints: an
-interrupted run starts from scratch.
+The last one, jaxmarl_vdn and jaxmarl_pqn_vdn need a clone of github.com/FLAIROx/JaxMARL. Each
+prints lines `point STEP SECONDS` after updates: steps so far, and the clock. With --run-folder it
+writes what our scripts write, TensorBoard events and result.json, and provenance.json, but no
+checkpoints: an interrupted run starts from scratch.
 """
 
 import argparse
@@ -200,17 +200,18 @@ def pfrl_a3c(args) -> list[float]:
     return []
 
 
-def jaxmarl_qmix(args) -> list[float]:
+def jaxmarl_qmix(args, program: str = "qmix_rnn") -> list[float]:
     """JaxMARL's qmix_rnn.py on SMAX, at the sizes of qmix_smac.py, with `args.updates` updates.
 
     8 environments (its own: 16) take 128 steps each, then it makes 8 updates of 32 sequences of 128
     steps, once its buffer holds 32 rounds (from 32,768 steps on). The step size is ten times that
     of its configuration, made for networks of 512 units. Its environments start new episodes within
-    a sequence, so that its updates train on all 128 steps, ours on one episode.
+    a sequence, so that its updates train on all 128 steps, ours on one episode. jaxmarl_vdn is its
+    vdn_rnn.py with the same settings.
     """
     changes = dict(NUM_ENVS=8, NUM_EPOCHS=args.updates, LR=5e-4, LEARNING_STARTS=1_024)
     changes |= dict(MIXER_EMBEDDING_DIM=32, MIXER_HYPERNET_HIDDEN_DIM=64)
-    return jaxmarl(args, "qmix_rnn", "ql_rnn_smax", changes)
+    return jaxmarl(args, program, "ql_rnn_smax", changes)
 
 
 def jaxmarl_pqn_vdn(args) -> list[float]:
@@ -268,6 +269,7 @@ PROGRAMS = {
     "sbx_dqn": functools.partial(dqn, library="sbx"),
     "pfrl_a3c": pfrl_a3c,
     "jaxmarl_qmix": jaxmarl_qmix,
+    "jaxmarl_vdn": functools.partial(jaxmarl_qmix, program="vdn_rnn"),
     "jaxmarl_pqn_vdn": jaxmarl_pqn_vdn,
 }
 
@@ -284,7 +286,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--workers", type=int, default=2, help="of an asynchronous peer")
     parser.add_argument("--vf-coef", type=float, default=0.25, help="of PPO; its own default: 0.5")
-    parser.add_argument("--updates", type=int, default=8, help="of jaxmarl_qmix in 1,024 steps")
+    parser.add_argument("--updates", type=int, default=8, help="of JaxMARL's QMIX in 1,024 steps")
     parser.add_argument(
         "--run-folder", type=Path, help="leave result.json and TensorBoard events there"
     )
@@ -306,7 +308,7 @@ def main() -> None:
         args.writer.add_scalar("eval/episodic_return", np.mean(returns), args.step)
         args.writer.close()
         names = ["env_id", "seed", "total_timesteps", "threads"]
-        if args.peer == "jaxmarl_qmix":
+        if args.peer in ("jaxmarl_qmix", "jaxmarl_vdn"):
             names.append("updates")
         if args.vf_coef != parser.get_default("vf_coef"):
             names.append("vf_coef")

@@ -72,12 +72,16 @@ EARLIER = FLAG.findall(f"--num-envs 8 {EARLIER_QMIX}")
 PEERS = {  # of the overview: the peers' scripts, their names
     "ppo_continuous": {"sb3_ppo": "Stable-Baselines3"},
     "a2c_atari": {"sb3_a2c": "Stable-Baselines3"},
-    "qmix_smac": {"jaxmarl_qmix": "JaxMARL QMIX", "jaxmarl_pqn_vdn": "JaxMARL PQN-VDN"},
+    "qmix_smac": {
+        "jaxmarl_qmix": "JaxMARL QMIX",
+        "jaxmarl_vdn": "JaxMARL VDN",
+        "jaxmarl_pqn_vdn": "JaxMARL PQN-VDN",
+    },
 }
 ON_THE_CLOCK = ("ppo_continuous", "qmix_smac")  # their runs and the peers' took one core each
 PUBLISHED = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
 DOTS = [{"color": "#777777", "linestyle": "", "marker": x, "markersize": 3} for x in "osv^"]
-PEER_LOOKS = [{"color": "#777777", "linestyle": dashes} for dashes in ("-", ":")]
+PEER_LOOKS = [{"color": "#777777", "linestyle": dashes} for dashes in ("-", "-.", ":")]
 TITLES = {
     "ppo_continuous": "PPO",
     "a2c_atari": "A2C",

@@ -33,6 +33,7 @@ PEERS = {
 }
 JAXMARL = {  # in words, how many steps for an update, and how many before the first one
     "jaxmarl_qmix": ("JaxMARL QMIX, 8 updates per 1,024 steps", 128, 31 * 1024),
+    "jaxmarl_vdn": ("JaxMARL VDN, 8 updates per 1,024 steps", 128, 31 * 1024),
     "jaxmarl_pqn_vdn": ("JaxMARL PQN-VDN, 64 updates per 16,384 steps", 256, 0),
 }
 ENVIRONMENTS = FRONT | {"ppo_continuous": "HalfCheetah-v4 Hopper-v4 Walker2d-v4"}
