@@ -53,7 +53,6 @@ import re
 import sys
 import time
 import zipfile
-from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -102,7 +101,7 @@ class Args:
 
     exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
-    torch_deterministic: bool = True  # deterministic cuDNN kernels
+    torch_deterministic: bool = True  # in cuDNN
     cuda: bool = True  # use the GPU, if there is one
     torch_threads: int = 2  # PyTorch's CPU threads
     track: bool = False  # log to Weights & Biases
@@ -110,12 +109,12 @@ class Args:
     wandb_entity: str | None = None
     capture_video: bool = False  # record an episode after each checkpoint
     save_model: bool = True
-    upload_model: bool = False  # upload it to the Hugging Face Hub
+    upload_model: bool = False  # to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
-    checkpoint_interval: int = 500_000  # steps between checkpoints
+    checkpoint_interval: int = 500_000  # steps
     run_folder: str | None = None  # start or resume the run in this folder
-    resume: str | None = None  # resume the run in this folder
-    evaluate: str | None = None  # evaluate this model or run folder
+    resume: str | None = None  # the run in this folder
+    evaluate: str | None = None  # this model or run folder
     eval_episodes: int = 10
 
 
@@ -389,7 +388,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     run.finish(global_step, "agent")
 
 
-# ----- The run: evaluation, checkpoints, logging. Nothing below belongs to the algorithm. -----
+# ----- The run. Nothing below belongs to the algorithm. -----
 
 SCRIPT = "a2c_atari"
 EVAL_STEPS = 100_000  # where evaluation episodes are cut off
@@ -408,8 +407,10 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
         policy, _ = agent(torch.from_numpy(obs).to(device))
         actions = policy.mode if args.greedy else policy.sample()
         obs, *_ = envs.step(actions.cpu().numpy())
-        ended = envs.episodes | ended  # keeps the first episode of each environment
+        ended = envs.episodes | ended  # the first episode of each
     envs.envs.close()
+    if len(ended) < args.eval_episodes:
+        print(f"note: episodes cut off after {EVAL_STEPS} steps")
     returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
@@ -424,7 +425,7 @@ def speed_up_cpu() -> None:
 
 
 def seed_everything(*key: int) -> int:
-    """Seed PyTorch and what environments may draw from. Returns the 31-bit seed."""
+    """Seed all generators. Returns the 31-bit seed."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
     random.seed(seed)
     np.random.seed(seed)
@@ -454,11 +455,11 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """A run's logs, checkpoints of `parts`, progress bar and result. Loads `checkpoint`."""
+    """Logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.saves_since_episode = deque(maxlen=100), 0
+        self.recent_returns, self.saves_since_episode = [], 0
         start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
@@ -496,7 +497,7 @@ class Run:
         if episodes:
             self.saves_since_episode = 0
             returns, lengths = np.transpose(list(episodes.values()))
-            self.recent_returns.extend(returns)
+            self.recent_returns = [*self.recent_returns, *returns][-100:]
             means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
             self.log(global_step, "charts", means)
 
@@ -520,8 +521,8 @@ class Run:
         file = self.folder / f"checkpoint_{global_step:012}.pt"
         write_file(file, self.pack(global_step, self.parts))
         files = sorted(self.folder.glob("checkpoint_*.pt"))
-        kept = [path for path in files if path <= file][-2:]
-        for path in set(files).difference(kept):
+        i = files.index(file)
+        for path in files[: max(i - 1, 0)] + files[i + 1 :]:
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:

@@ -43,7 +43,6 @@ Differences from common implementations and the papers (reasons: docs/dqn_per_at
 """
 
 import contextlib
-import copy
 import ctypes
 import json
 import math
@@ -54,7 +53,6 @@ import sys
 import time
 import zipfile
 import zlib
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,7 +106,7 @@ class Args:
 
     exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
-    torch_deterministic: bool = True  # deterministic cuDNN kernels
+    torch_deterministic: bool = True  # in cuDNN
     cuda: bool = True  # use the GPU if there is one
     torch_threads: int = 2  # PyTorch's CPU threads
     track: bool = False  # log to Weights & Biases
@@ -116,12 +114,12 @@ class Args:
     wandb_entity: str | None = None
     capture_video: bool = False  # record an episode after each checkpoint
     save_model: bool = True
-    upload_model: bool = False  # upload it to the Hugging Face Hub
+    upload_model: bool = False  # to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
-    checkpoint_interval: int = 250_000  # steps between checkpoints
+    checkpoint_interval: int = 250_000  # steps
     run_folder: str | None = None  # start or resume the run in this folder
-    resume: str | None = None  # resume the run in this folder
-    evaluate: str | None = None  # evaluate this model or run folder
+    resume: str | None = None  # the run in this folder
+    evaluate: str | None = None  # this model or run folder
     eval_episodes: int = 10
 
 
@@ -439,7 +437,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, N)
     q_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device)
-    target_network = copy.deepcopy(q_network).requires_grad_(False)
+    target_network = QNetwork(envs.obs_shape, envs.num_actions, args.dueling).to(device)
+    target_network.load_state_dict(q_network.state_dict())
     lr, eps = args.learning_rate, args.adam_eps
     optimizer = torch.optim.Adam(q_network.parameters(), lr, eps=eps, fused=True)
     replay = Replay(args, envs.envs.single_observation_space)
@@ -496,8 +495,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         metrics = {}
         for name in updates[0] if updates else ():
             metrics[name] = float(sum(m[name] for m in updates)) / len(updates)
-        if not math.isfinite(sum(metrics.values())):
-            raise FloatingPointError(f"the loss or its gradient is not finite at {global_step}")
+        if not math.isfinite(sum(metrics.values()) + replay.nodes[1]):
+            raise FloatingPointError(f"loss, gradient or priority not finite at {global_step}")
         if global_step // N % args.log_interval == 0 or global_step == last_step:
             run.log(global_step, "losses", metrics)
             run.log(global_step, "charts", {"epsilon": epsilon, "per_beta": beta})
@@ -507,7 +506,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     run.finish(global_step, "agent")
 
 
-# ----- The run: evaluation, checkpoints, logging. Nothing below belongs to the algorithm. -----
+# ----- The run. Nothing below belongs to the algorithm. -----
 
 SCRIPT = "dqn_per_atari"
 EVAL_STEPS = 100_000  # where evaluation episodes are cut off
@@ -522,8 +521,10 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     obs, ended = envs.reset(seed, folder / "videos" / "evaluation"), {}
     while len(ended) < args.eval_episodes and envs.lengths.max() < EVAL_STEPS:
         obs, *_ = envs.step(epsilon_greedy(q_network, obs, args.eval_epsilon, "cpu"))
-        ended = envs.episodes | ended  # keeps the first episode of each environment
+        ended = envs.episodes | ended  # the first episode of each
     envs.envs.close()
+    if len(ended) < args.eval_episodes:
+        print(f"note: episodes cut off after {EVAL_STEPS} steps")
     returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
@@ -558,7 +559,7 @@ def speed_up_cpu() -> None:
 
 
 def seed_everything(*key: int) -> int:
-    """Seed PyTorch and what environments may draw from. Returns the 31-bit seed."""
+    """Seed all generators. Returns the 31-bit seed."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
     random.seed(seed)
     np.random.seed(seed)
@@ -588,11 +589,11 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """A run's logs, checkpoints of `parts`, progress bar and result. Loads `checkpoint`."""
+    """Logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.saves_since_episode = deque(maxlen=100), 0
+        self.recent_returns, self.saves_since_episode = [], 0
         start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
@@ -630,7 +631,7 @@ class Run:
         if episodes:
             self.saves_since_episode = 0
             returns, lengths = np.transpose(list(episodes.values()))
-            self.recent_returns.extend(returns)
+            self.recent_returns = [*self.recent_returns, *returns][-100:]
             means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
             self.log(global_step, "charts", means)
 
@@ -654,8 +655,8 @@ class Run:
         file = self.folder / f"checkpoint_{global_step:012}.pt"
         write_file(file, self.pack(global_step, self.parts))
         files = sorted(self.folder.glob("checkpoint_*.pt"))
-        kept = [path for path in files if path <= file][-2:]
-        for path in set(files).difference(kept):
+        i = files.index(file)
+        for path in files[: max(i - 1, 0)] + files[i + 1 :]:
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:

@@ -8,21 +8,21 @@
 r"""Proximal policy optimization (PPO) for continuous control.
 
 Each iteration collects a batch of steps, estimates advantages with GAE, and takes several epochs
-of minibatch steps on a surrogate objective. Clipping the probability ratio to
-[1 - epsilon, 1 + epsilon] removes the incentive to leave that interval.
+of minibatch steps on a surrogate objective, which gains nothing from a probability ratio beyond
+[1 - epsilon, 1 + epsilon].
 
 [PPO] Schulman et al. 2017, arXiv:1707.06347
 [GAE] Schulman et al. 2016, arXiv:1506.02438
 [TIME] Pardo et al. 2018, arXiv:1712.00378
-[37] Huang et al. 2022, "The 37 implementation details of PPO", ICLR blog track
+[37] Huang et al. 2022, "The 37 implementation details of PPO"
 
   symbol       variable    shape      meaning (T num_steps, N num_envs, B minibatch)
   s_t          obs         (T, N, D)  normalized observation
-  s_{t+1}      next_obs    (T, N, D)  observation after a_t (at an episode's end, the last)
-  a_t          actions     (T, N, A)  action, before clipping to the action space
+  s_{t+1}      next_obs    (T, N, D)  the one after a_t (also at an episode's end)
+  a_t          actions     (T, N, A)  action, before clipping
   r_t          rewards     (T, N)     scaled reward
   V(s_t)       values      (T, N)     estimated value
-  \hat A_t     advantages  (T, N)     estimated advantage, [GAE] Eq. (16), [PPO] Eq. (11)
+  \hat A_t     advantages  (T, N)     estimated advantage
   V_t^{targ}   returns     (T, N)     value target, [PPO] Eq. (9)
   r_t(\theta)  ratio       (B,)       pi(a_t|s_t) / pi_old(a_t|s_t), [PPO] Sec. 3
   \epsilon     clip_coef              clip range, [PPO] Eq. (7)
@@ -35,8 +35,8 @@ Differences from some implementations (reasons: docs/ppo_continuous.md):
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
   python ppo_continuous.py --env-id HalfCheetah-v4  # writes runs/HalfCheetah-v4__...
-  python ppo_continuous.py --resume runs/...  # resumes an interrupted run
-  python ppo_continuous.py --evaluate runs/...  # evaluates a trained policy
+  python ppo_continuous.py --resume runs/...  # resumes a run
+  python ppo_continuous.py --evaluate runs/...  # evaluates a policy
 """
 
 import contextlib
@@ -50,7 +50,6 @@ import sys
 import time
 import warnings
 import zipfile
-from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -67,55 +66,56 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    """Proximal policy optimization for continuous control."""
+    """PPO for continuous control."""
 
     env_id: str = "HalfCheetah-v4"  # needs a flat Box action space
     total_timesteps: int = 1_000_000  # steps, rounded up to whole batches
     num_envs: int = 1  # N: parallel environments
-    num_steps: int = 2048  # T: steps per environment and iteration
+    num_steps: int = 2048  # T: steps of each per batch
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.95  # lambda of GAE
+    gae_lambda: float = 0.95
     update_epochs: int = 10  # K: epochs per batch
-    num_minibatches: int = 32  # minibatches per epoch
-    norm_adv: bool = True  # normalize advantages per minibatch
+    num_minibatches: int = 32  # per epoch
+    norm_adv: bool = True  # per minibatch
     clip_coef: float = 0.2  # epsilon: clip range
     clip_vloss: bool = True  # clip the value loss as well
     vf_coef: float = 0.5  # weight of the value loss
     ent_coef: float = 0.0  # c2: weight of the entropy bonus
     target_kl: float | None = None  # stop updating above this KL
     learning_rate: float = 3e-4  # Adam's step size
-    anneal_lr: bool = True  # anneal the learning rate to zero
+    anneal_lr: bool = True  # linearly to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
-    log_std_init: float = 0.0  # initial log std
+    log_std_init: float = 0.0
 
     exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
-    torch_deterministic: bool = True  # deterministic cuDNN kernels
+    torch_deterministic: bool = True  # in cuDNN
     cuda: bool = False  # use the GPU (slower)
     torch_threads: int = 1  # PyTorch's CPU threads
     async_envs: bool = False  # one process per environment
-    compile: bool = False  # about twice as fast; needs a C++ compiler
+    compile: bool = False  # twice as fast; needs a C++ compiler
     track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "deep-rl-reference"
     wandb_entity: str | None = None
     capture_video: bool = False  # record an episode after each checkpoint
     save_model: bool = True
-    upload_model: bool = False  # upload it to the Hugging Face Hub
+    upload_model: bool = False  # to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
-    checkpoint_interval: int = 100_000  # steps between checkpoints
+    checkpoint_interval: int = 100_000  # steps
     run_folder: str | None = None  # start or resume the run in this folder
-    resume: str | None = None  # resume the run in this folder
-    evaluate: str | None = None  # evaluate this model or run folder
+    resume: str | None = None  # the run in this folder
+    evaluate: str | None = None  # this model or run folder
     eval_episodes: int = 10
 
 
-warnings.filterwarnings("ignore", ".*out of date")  # of -v4 environments
+warnings.filterwarnings("ignore", ".*out of date")  # -v4
 
 
 def make_env(args: Args, video_folder: Path | None) -> gym.Env:
     """Make an environment with flat observations."""
     if args.capture_video and sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")  # no display
+        os.environ.setdefault("MUJOCO_GL", "egl")
+        os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
     if "mujoco" in str(gym.registry.get(args.env_id)):
         import mujoco  # Trap: it writes warnings to a file
 
@@ -124,8 +124,8 @@ def make_env(args: Args, video_folder: Path | None) -> gym.Env:
     if video_folder:
         env = gym.wrappers.RecordVideo(env, str(video_folder), lambda episode: episode == 0)
     env = gym.wrappers.FlattenObservation(env)
-    if not isinstance(env.action_space, gym.spaces.Box):
-        sys.exit(f"error: {args.env_id} has actions {env.action_space}, not a Box")
+    for space in (env.action_space, env.unwrapped.action_space, env.unwrapped.observation_space):
+        space.seed(random.getrandbits(31))  # for those that sample
     return env
 
 
@@ -135,8 +135,8 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None) -> VectorEnv
     Requires NumPy arrays, flat Box spaces and SAME_STEP autoreset: at an episode's end, `step`
     returns the next one's first observation; info["final_obs"], ["final_info"] hold the last.
     """
-    folders = [video_folder] + [None] * (num_envs - 1)
-    env_fns = [lambda folder=folder: make_env(args, folder) for folder in folders]
+    env_fns = [lambda: make_env(args, None)] * num_envs
+    env_fns[0] = lambda: make_env(args, video_folder)
     vector_env = AsyncVectorEnv if args.async_envs else SyncVectorEnv
     return vector_env(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
 
@@ -159,7 +159,7 @@ class RunningMeanStd:
         return np.sqrt(self.m2 / max(self.count, 1) + 1e-8)
 
     def state_dict(self) -> dict:
-        return {name: torch.tensor(x) for name, x in vars(self).items()}
+        return {name: torch.from_numpy(np.array(x)) for name, x in vars(self).items()}
 
     def load_state_dict(self, state: dict) -> None:
         vars(self).update({name: x.numpy() for name, x in state.items()})
@@ -174,24 +174,28 @@ class Environments:
     def __init__(self, args: Args, num_envs: int, training: bool = True) -> None:
         self.args, self.num_envs, self.training = args, num_envs, training
         self.envs = make_envs(args, num_envs, None)
-        self.action_space = self.envs.single_action_space
-        (self.action_dim,) = self.action_space.shape
-        (self.obs_dim,) = self.envs.single_observation_space.shape
+        obs, actions = self.envs.single_observation_space, self.envs.single_action_space
+        if (len(obs.shape or ()), len(actions.shape or ()), actions.dtype.kind) != (1, 1, "f"):
+            sys.exit(f"error: {args.env_id} has other spaces than flat Boxes: {obs}, {actions}")
+        self.action_space, self.action_dim, self.obs_dim = actions, *actions.shape, *obs.shape
         self.obs_stats, self.return_stats = RunningMeanStd((self.obs_dim,)), RunningMeanStd()
 
     def reset(self, seed: int, video_folder: Path) -> np.ndarray:
         """Remake and reset the environments. Returns observations (N, D)."""
-        self.envs.close()  # Trap: some environments keep state that `reset(seed)` does not reset
+        self.envs.close()  # Trap: `reset(seed)` may not reset all state
         folder = video_folder if self.args.capture_video else None
         self.envs = make_envs(self.args, self.num_envs, folder)
         self.discounted_returns, self.returns, self.lengths = np.zeros((3, self.num_envs))
-        return self.normalize(self.envs.reset(seed=seed)[0])
+        obs, _ = self.envs.reset(seed=seed)
+        if obs.shape != (self.num_envs, self.obs_dim):
+            sys.exit(f"error: observations of shape {obs.shape}")
+        return self.normalize(obs)
 
     def step(self, actions: np.ndarray) -> tuple:
         """Step with actions (N, A), clipped to the action space.
 
-        Returns obs to act on, next_obs that the actions led to (which differ where an episode
-        ended), rewards, terminations, truncations, info.
+        Returns obs to act on, next_obs (at an episode's end, the last), rewards, terminations,
+        truncations, info.
         """
         actions = actions.clip(self.action_space.low, self.action_space.high)
         raw_obs, raw_rewards, *ends, info = self.envs.step(actions)
@@ -229,7 +233,7 @@ class Environments:
 def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
     """Two hidden layers of 64 tanh units, orthogonally initialized: [37], core detail 2."""
     layers = [nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)]
-    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), output_gain)):
+    for layer, gain in zip(layers, (2**0.5, 2**0.5, output_gain)):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
@@ -318,7 +322,7 @@ def act(agent: Agent, obs: np.ndarray, device: torch.device) -> np.ndarray:
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or a checkpoint."""
     batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size > args.checkpoint_interval:
+    if not 0 < batch_size <= args.checkpoint_interval or batch_size % args.num_minibatches:
         sys.exit(f"error: {batch_size=} does not fit --num-minibatches or --checkpoint-interval")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
@@ -328,7 +332,6 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     act_fn, update_fn = accelerate(args) if args.compile else (act, update)
 
-    # Everything a checkpoint must hold
     parts = {"agent": agent, "optimizer": optimizer, "obs_stats": envs.obs_stats}
     parts["return_stats"] = envs.return_stats
     global_step = start = checkpoint["global_step"] if checkpoint else 0
@@ -379,7 +382,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 break
 
         if not math.isfinite(metrics["grad_norm"]):
-            raise FloatingPointError(f"the gradient is not finite at step {global_step}")
+            raise FloatingPointError(f"gradient not finite at step {global_step}")
         metrics["explained_variance"] = 1 - (returns - values).var() / returns.var()
         run.log(global_step, "losses", metrics)
         run.log(global_step, "charts", {"learning_rate": optimizer.param_groups[0]["lr"]})
@@ -389,10 +392,10 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     run.finish(global_step, "agent", "obs_stats")
 
 
-# ----- The run: evaluation, checkpoints, logging. Nothing below belongs to the algorithm. -----
+# ----- The run. Nothing below belongs to the algorithm. -----
 
 SCRIPT = "ppo_continuous"
-EVAL_STEPS = 100_000  # per episode
+EVAL_STEPS = 100_000
 
 
 @torch.no_grad()
@@ -408,13 +411,15 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
         obs, *_ = envs.step(agent.policy(torch.from_numpy(obs)).mode.numpy())
         ended = envs.episodes | ended  # the first episode of each
     envs.envs.close()
+    if len(ended) < args.eval_episodes:
+        print(f"note: episodes cut off after {EVAL_STEPS} steps")
     returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
 
 
 def seed_everything(*key: int) -> int:
-    """Seed PyTorch and what environments may draw from. Returns the 31-bit seed."""
+    """Seed all generators. Returns the 31-bit seed."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
     random.seed(seed)
     np.random.seed(seed)
@@ -444,11 +449,11 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """A run's logs, checkpoints of `parts`, progress bar and result. Loads `checkpoint`."""
+    """Logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.saves_since_episode = deque(maxlen=100), 0
+        self.recent_returns, self.saves_since_episode = [], 0
         start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
@@ -486,7 +491,7 @@ class Run:
         if episodes:
             self.saves_since_episode = 0
             returns, lengths = np.transpose(list(episodes.values()))
-            self.recent_returns.extend(returns)
+            self.recent_returns = [*self.recent_returns, *returns][-100:]
             means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
             self.log(global_step, "charts", means)
 
@@ -510,8 +515,8 @@ class Run:
         file = self.folder / f"checkpoint_{global_step:012}.pt"
         write_file(file, self.pack(global_step, self.parts))
         files = sorted(self.folder.glob("checkpoint_*.pt"))
-        kept = [path for path in files if path <= file][-2:]
-        for path in set(files).difference(kept):
+        i = files.index(file)
+        for path in files[: max(i - 1, 0)] + files[i + 1 :]:
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:

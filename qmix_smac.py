@@ -36,9 +36,9 @@ Differences from the paper and from PyMARL, its implementation (reasons: docs/qm
   * SMAX's rewards are scaled by 10, its state to [0, 1].
   * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
 
-    python qmix_smac.py --env-id 3m               # writes runs/3m__...
-    python qmix_smac.py --resume runs/3m__...     # resumes an interrupted run
-    python qmix_smac.py --evaluate runs/3m__...   # evaluates a trained team
+    python qmix_smac.py --env-id 3m  # writes runs/3m__...
+    python qmix_smac.py --resume runs/3m__...  # resumes a run
+    python qmix_smac.py --evaluate runs/3m__...  # evaluates a team
 """
 
 import contextlib
@@ -94,15 +94,15 @@ class Args:
     target_update_interval: int = 25  # updates between target network copies
     optimizer: Literal["adam", "rmsprop"] = "adam"  # [TRICK]'s or [QMIX]'s
     learning_rate: float = 1e-3  # step size
-    anneal_lr: bool = True  # anneal the learning rate to zero
+    anneal_lr: bool = True  # linearly to zero
     max_grad_norm: float = 10.0  # gradient clipping norm
     test_interval: int = 20_000  # steps between tests, which reseed
     test_nepisode: int = 32  # greedy episodes of a test
-    log_interval: int = 2_000  # steps between logs
+    log_interval: int = 2_000  # steps
 
     exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
-    torch_deterministic: bool = True  # deterministic cuDNN kernels
+    torch_deterministic: bool = True  # in cuDNN
     cuda: bool = False  # use the GPU; SMAX stays on the CPU
     torch_threads: int = 1  # PyTorch's CPU threads
     track: bool = False  # log to Weights & Biases
@@ -110,12 +110,12 @@ class Args:
     wandb_entity: str | None = None
     capture_video: bool = False  # record an episode after each checkpoint (SMAX)
     save_model: bool = True
-    upload_model: bool = False  # upload it to the Hugging Face Hub
+    upload_model: bool = False  # to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 250_000  # steps; checkpoints drop unfinished episodes
     run_folder: str | None = None  # start or resume the run in this folder
-    resume: str | None = None  # resume the run in this folder
-    evaluate: str | None = None  # evaluate this model or run folder
+    resume: str | None = None  # the run in this folder
+    evaluate: str | None = None  # this model or run folder
     eval_episodes: int = 32
 
 
@@ -492,7 +492,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     N = args.num_envs
     counts = (N, args.batch_size, args.target_update_interval, args.checkpoint_interval)
     if min(*counts, args.test_interval, args.test_nepisode, args.log_interval) < 1:
-        sys.exit("error: a number of episodes or environments, or an interval, is below 1")
+        sys.exit("error: a number or an interval is below 1")
     if args.batch_size > args.buffer_size:
         sys.exit("error: --batch-size is above --buffer-size")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -517,6 +517,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     last_step = math.ceil(args.total_timesteps / N) * N
     run = Run(args, folder, checkpoint, parts, last_step)
     if checkpoint:
+        if checkpoint["args"]["optimizer"] != args.optimizer:
+            sys.exit("error: --optimizer must stay the same")
         for group in optimizer.param_groups:
             group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
 
@@ -577,7 +579,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     run.finish(global_step, "networks")
 
 
-# ----- The run: evaluation, checkpoints, logging. Nothing below belongs to the algorithm. -----
+# ----- The run. Nothing below belongs to the algorithm. -----
 
 SCRIPT = "qmix_smac"
 EVAL_STEPS = 100_000  # where evaluation episodes are cut off
@@ -634,7 +636,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
 
 
 def seed_everything(*key: int) -> int:
-    """Seed PyTorch and what environments may draw from. Returns the 31-bit seed."""
+    """Seed all generators. Returns the 31-bit seed."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
     random.seed(seed)
     np.random.seed(seed)
@@ -664,11 +666,11 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """A run's logs, checkpoints of `parts`, progress bar and result. Loads `checkpoint`."""
+    """Logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
-        self.recent_returns, self.saves_since_episode = deque(maxlen=100), 0
+        self.recent_returns, self.saves_since_episode = [], 0
         start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
@@ -706,7 +708,7 @@ class Run:
         if episodes:
             self.saves_since_episode = 0
             returns, lengths = np.transpose(list(episodes.values()))
-            self.recent_returns.extend(returns)
+            self.recent_returns = [*self.recent_returns, *returns][-100:]
             means = dict(episodic_return=returns.mean(), episodic_length=lengths.mean())
             self.log(global_step, "charts", means)
 
@@ -730,8 +732,8 @@ class Run:
         file = self.folder / f"checkpoint_{global_step:012}.pt"
         write_file(file, self.pack(global_step, self.parts))
         files = sorted(self.folder.glob("checkpoint_*.pt"))
-        kept = [path for path in files if path <= file][-2:]
-        for path in set(files).difference(kept):
+        i = files.index(file)
+        for path in files[: max(i - 1, 0)] + files[i + 1 :]:
             path.unlink()
 
     def finish(self, global_step: int, *names: str) -> None:

@@ -70,5 +70,3 @@ def test_leaves_nothing_behind():
     with fake_gpu.pretend():
         assert torch.cuda.is_available()
     assert not torch.cuda.is_available() and "to" not in vars(torch.Tensor)
-    with pytest.raises((RuntimeError, AssertionError)):
-        torch.zeros(1, device="cuda")

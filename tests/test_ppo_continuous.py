@@ -197,6 +197,9 @@ class PointMass(VectorEnv):
 
 def test_a_vectorized_simulator_of_ones_own_learns(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo, "make_envs", lambda args, n, videos: PointMass(n))
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=r"\(2, 1\)"):
+        patch.setattr(PointMass, "obs", lambda self: np.zeros((2, 1)))  # would be broadcast
+        ppo.Environments(ppo.Args(), 2).reset(1, Path())
     flags = dict(num_envs=64, num_steps=32, num_minibatches=4, update_epochs=5, eval_episodes=20)
     train(ppo, tmp_path / "run", **flags, total_timesteps=20_480, learning_rate=3e-3)
     (score,) = logged(tmp_path / "run")["eval/episodic_return"].values()
@@ -287,7 +290,9 @@ def test_evaluation_counts_the_first_episodes(monkeypatch, tmp_path):
     options = dict(autoreset_mode=AutoresetMode.SAME_STEP)
     monkeypatch.setattr(ppo, "make_envs", lambda *_: gym.vector.SyncVectorEnv(env_fns, **options))
     model = dict(agent=ppo.Agent(1, 1).state_dict(), global_step=0)
-    model["obs_stats"] = ppo.RunningMeanStd((1,)).state_dict()
+    vars(stats := ppo.RunningMeanStd((1,)))["count"] = 1e-4  # a user's
+    model["obs_stats"] = stats.state_dict()
+    assert model["obs_stats"]["count"].item() == 1e-4
     assert ppo.evaluate(ppo.Args(eval_episodes=2), model, tmp_path) == [6, 36]
 
 
@@ -425,10 +430,10 @@ def test_a_trained_module_outside_the_checkpoint_is_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("flags", [dict(num_envs=128, num_steps=1024), dict(num_minibatches=3)])
-def test_settings_that_would_go_wrong_silently_are_refused(tmp_path, flags):
+@pytest.mark.parametrize("flag", [("num_steps", 99_999), ("num_minibatches", 3), ("num_envs", 0)])
+def test_settings_that_would_go_wrong_silently_are_refused(tmp_path, flag):
     with pytest.raises(SystemExit, match="error: "):
-        train(ppo, tmp_path / "run", **SMALL | flags)
+        train(ppo, tmp_path / "run", **SMALL | dict([flag]))
     assert not (tmp_path / "run").exists()
 
 

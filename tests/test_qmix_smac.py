@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import assert_resumes, assert_same, load, logged, train
+from conftest import assert_resumes, assert_same, load, logged, resume, train
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 from vectors_reader import cases, check
@@ -393,6 +393,8 @@ def test_training_resumes_exactly_also_with_changes(games, monkeypatch, tmp_path
         monkeypatch.setattr(torch.optim, "Adam", torch.optim.AdamW)
     flags = dict(optimizer="adam", td_lambda=0.6, updates_per_episode=0.6)
     whole = assert_resumes(q, tmp_path, **SMALL | flags)
+    with pytest.raises(SystemExit, match="--optimizer"):
+        resume(q, whole, tmp_path / "other", optimizer="rmsprop", total_timesteps=10**6)
     points, theirs = logged(whole), logged(tmp_path / "again")
     for tag in points.keys() - {"charts/SPS"}:
         later = {step: x for step, x in points[tag].items() if step in theirs[tag]}

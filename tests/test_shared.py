@@ -104,8 +104,7 @@ def test_a_removed_argument_is_named_and_ignored(finished, tmp_path, monkeypatch
     torch.save(checkpoint, tmp_path / "model.pt")
     flags = f"--evaluate {tmp_path}/model.pt --seed=5 --torch-threads=3 --no-torch-deterministic"
     monkeypatch.setattr(sys, "argv", ["x.py", *flags.split()])
-    calls = []
-    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    monkeypatch.setattr(torch, "set_num_threads", (calls := []).append)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(ppo, "evaluate", lambda *arguments: calls.append(arguments))
     ppo.main()
@@ -151,10 +150,16 @@ class Endless(gym.Env):
         return np.float32(self.np_random.random(2)), {}
 
     def step(self, action):
-        return np.float32(np.random.random(2)), random.random(), False, False, {}
+        reward = random.random() + self.action_space.sample()[0]
+        return self.observation_space.sample() * np.random.random(), reward, False, False, {}
 
 
-gym.register("Endless-v1", Endless)
+SPACES = {"Endless": gym.spaces.Box(-1, 1, (2,)), "Table": gym.spaces.Box(-1, 1, (2, 3))}
+SPACES |= {"Integers": gym.spaces.Box(0, 9, (2,), int), "Discrete": gym.spaces.Discrete(3)}
+for name, space in SPACES.items():
+    gym.register(f"{name}-v1", type(name, (Endless,), {"action_space": space}))
+sequence = {"observation_space": gym.spaces.Sequence(SPACES["Endless"])}
+gym.register("Sequence-v1", type("Sequence", (Endless,), sequence))
 
 
 def test_an_environment_without_ends_and_with_generators_of_its_own(tmp_path, monkeypatch, capsys):
@@ -162,6 +167,7 @@ def test_an_environment_without_ends_and_with_generators_of_its_own(tmp_path, mo
     runs = [train(ppo, tmp_path / str(i), **SMALL | {"env_id": "Endless-v1"}) for i in range(2)]
     output = capsys.readouterr().out
     assert output.count("no episode ended") == 2 and "0 episodes" in output  # once in each run
+    assert output.count("cut off after 50 steps") == 2
     assert "evaluation: 0.00" not in output
     assert_same(*[load(path / "model.pt") for path in runs])
     assert len(SEEDS) == 2 * 3 + 1  # of two environments at three checkpoints, of the evaluation
@@ -208,7 +214,8 @@ def test_a_folder_in_use_and_ctrl_c(tmp_path):
     assert "evaluation" in resumed.stdout, resumed
 
 
-WRONG_IDS = ("Pusher-v4", "HalfCheetah-v2", "nomodule:X-v0", "CartPole-v1", "NoSuch-v0")
+WRONG_IDS = ["Pusher-v4", "HalfCheetah-v2", "nomodule:X-v0", "CartPole-v1", "NoSuch-v0"]
+WRONG_IDS += ["Integers-v1", "Table-v1", "Discrete-v1", "Sequence-v1"]
 WRONG_CALLS = [*(f"--env-id {x}" for x in WRONG_IDS), "--resume nowhere", "--evaluate nowhere.pt"]
 
 
@@ -249,8 +256,7 @@ def test_upload(tmp_path, monkeypatch, capsys):
     flags = SMALL | dict(total_timesteps=500, upload_model=True, hf_entity="lab", save_model=False)
     train(ppo, tmp_path / "run", **flags)
     output = capsys.readouterr()
-    assert "no episode ended" not in output.out  # in the short rest of 100 steps
-    assert " 500/500 " in output.err
+    assert " 500/500 " in output.err and "no episode ended" not in output.out  # in 100 steps
     assert calls["repo_id"] == "lab/Pendulum-v1-ppo_continuous-1"
     files = {*os.listdir(calls["folder_path"])}
     files -= shutil.ignore_patterns(calls["ignore_patterns"])("", files)

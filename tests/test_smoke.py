@@ -44,8 +44,7 @@ def test_train_resume_evaluate(whole, tmp_path, capsys):
     first = torch.load(middle, weights_only=True)
     assert 0 < first["global_step"] < result["global_step"]  # one in the middle of the run
 
-    # A run that was killed after the middle checkpoint: nothing but that file is left of it
-    (killed := tmp_path / "killed").mkdir()
+    (killed := tmp_path / "killed").mkdir()  # a killed run: only the middle checkpoint is left
     (killed / middle.name).write_bytes(middle.read_bytes())
     run(script, "--run-folder", "killed", cwd=tmp_path)
     assert_same(load(folder / "model.pt"), load(killed / "model.pt"))
