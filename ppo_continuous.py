@@ -125,7 +125,7 @@ def make_env(args: Args, video_folder: Path | None) -> gym.Env:
         env = gym.wrappers.RecordVideo(env, str(video_folder), lambda episode: episode == 0)
     env = gym.wrappers.FlattenObservation(env)
     for space in (env.action_space, env.unwrapped.action_space, env.unwrapped.observation_space):
-        space.seed(random.getrandbits(31))  # for those that sample
+        space.seed(random.getrandbits(31))  # environments may sample from them
     return env
 
 
@@ -176,7 +176,7 @@ class Environments:
         self.envs = make_envs(args, num_envs, None)
         obs, actions = self.envs.single_observation_space, self.envs.single_action_space
         if (len(obs.shape or ()), len(actions.shape or ()), actions.dtype.kind) != (1, 1, "f"):
-            sys.exit(f"error: {args.env_id} has other spaces than flat Boxes: {obs}, {actions}")
+            sys.exit(f"error: {args.env_id} lacks flat Boxes of floats: {obs}, {actions}")
         self.action_space, self.action_dim, self.obs_dim = actions, *actions.shape, *obs.shape
         self.obs_stats, self.return_stats = RunningMeanStd((self.obs_dim,)), RunningMeanStd()
 
