@@ -8,7 +8,7 @@
 r"""Proximal policy optimization (PPO) for continuous control.
 
 Each iteration collects a batch of steps, estimates advantages with GAE, and takes several epochs
-of minibatch steps on a surrogate objective, which gains nothing from a probability ratio beyond
+of minibatch steps on a surrogate objective, which does not gain from a probability ratio beyond
 [1 - epsilon, 1 + epsilon].
 
 [PPO] Schulman et al. 2017, arXiv:1707.06347
@@ -71,9 +71,9 @@ class Args:
     env_id: str = "HalfCheetah-v4"  # needs a flat Box action space
     total_timesteps: int = 1_000_000  # steps, rounded up to whole batches
     num_envs: int = 1  # N: parallel environments
-    num_steps: int = 2048  # T: steps of each per batch
+    num_steps: int = 2048  # T: steps of each environment per batch
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.95
+    gae_lambda: float = 0.95  # lambda of GAE
     update_epochs: int = 10  # K: epochs per batch
     num_minibatches: int = 32  # per epoch
     norm_adv: bool = True  # per minibatch
@@ -85,7 +85,7 @@ class Args:
     learning_rate: float = 3e-4  # Adam's step size
     anneal_lr: bool = True  # linearly to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
-    log_std_init: float = 0.0
+    log_std_init: float = 0.0  # initial log std
 
     exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators

@@ -100,15 +100,15 @@ def measured(page: Path, query: str) -> float:
     A comment in HTML must not hold two hyphens, so flags of a variant stand without them. Values
     of which any will do are separated by |.
     """
-    what, column, *rest = shlex.split(query)
+    what, column, *words = shlex.split(query)
     if what == "default":
-        script = rest[0] if rest else page.stem
+        script = words[0] if words else page.stem
         flag = f"--{column.replace('_', '-')}"
         if flag not in arguments(script):
             raise ValueError(f"{script}.py has no {flag}")
         return float(ast.literal_eval(arguments(script)[flag][0]))
-    rows = table(rest[0])
-    for condition in rest[1:]:
+    rows = table(words[0])
+    for condition in words[1:]:
         key, sign, value = re.match(r"(\w+)(<=|>=|=)(.*)", condition).groups()
         if sign == "=":
             rows = [row for row in rows if row[key].replace("--", "") in value.split("|")]
@@ -134,24 +134,24 @@ def with_numbers(page: Path, text: str) -> str:
     """A page with each of its numbers as it should be, with as many decimals as it has."""
 
     def replace(match: re.Match) -> str:
-        old, query = match.groups()
+        number, query = match.groups()
         value = measured(page, query)
-        if "e" in old and float(old) == value:
+        if "e" in number and float(number) == value:
             return match.group(0)
-        decimals = len(old.partition(".")[2])
+        decimals = len(number.partition(".")[2])
         return f"{value:,.{decimals}f}<!-- {query} -->"
 
     return NUMBER.sub(replace, text)
 
 
 def check_numbers(page: Path, text: str) -> Iterator[str]:
-    for old, query in NUMBER.findall(text):
+    for number, query in NUMBER.findall(text):
         try:
-            new = with_numbers(page, f"{old}<!-- {query} -->").partition("<")[0]
-            if new != old:
-                yield f"{old} should be {new} ({query})"
+            new = with_numbers(page, f"{number}<!-- {query} -->").partition("<")[0]
+            if new != number:
+                yield f"{number} should be {new} ({query})"
         except (ValueError, KeyError, OSError) as error:
-            yield f"{old} has no source ({query}): {error}"
+            yield f"{number} has no source ({query}): {error}"
 
 
 # ----- Links, commands, code -----
@@ -159,7 +159,7 @@ def check_numbers(page: Path, text: str) -> Iterator[str]:
 
 def anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.M)
-    return {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def check_links(page: Path, text: str) -> Iterator[str]:
@@ -188,13 +188,13 @@ def flags(path: Path) -> set[str]:
 
 def check_command(command: str) -> Iterator[str]:
     """Flags behind `X.py`, up to a lone `--`, a comment or the next command."""
-    for name, rest in re.findall(r"(?<![\w/.])([\w/]+\.py)\b([^\n;&|#]*)", command):
+    for name, words in re.findall(r"(?<![\w/.])([\w/]+\.py)\b([^\n;&|#]*)", command):
         path = ROOT / name
         if not path.exists():
             if "/" in name:
                 yield f"there is no {name}"
             continue
-        own, _, script = rest.partition(" -- ")
+        own, _, script = words.partition(" -- ")
         for flag in re.findall(r"(?<=\s)--[\w-]+", own):
             if flag not in flags(path):
                 yield f"{name} has no {flag}"

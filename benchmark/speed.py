@@ -106,9 +106,9 @@ def signal_all(process: subprocess.Popen, signum: int) -> None:
     """Send a signal to a process and to all that it started, and that these started."""
     family = psutil.Process(process.pid)
     family.suspend()  # so that it starts no more of them meanwhile
-    for each in [*family.children(recursive=True), family]:
+    for member in [*family.children(recursive=True), family]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.send_signal(signum)
+            member.send_signal(signum)
 
 
 def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
@@ -153,13 +153,13 @@ def measure(commands: list[str], warmup: int, turn: float = 4.0) -> list[dict]:
                     signal_all(process, signal.SIGKILL)
                     process.wait()
         points = [read_points(folder) for folder in folders]
-    begins = [next(clock for step, clock in each if step >= warmup) for each in points]
-    ends = [each[-1][1] for each in points]
+    begins = [next(clock for step, clock in run if step >= warmup) for run in points]
+    ends = [run[-1][1] for run in points]
     if min(ends) - max(begins) >= 5 * turn * len(commands):  # at least five turns of each
         begins, ends = [max(begins)] * len(commands), [min(ends)] * len(commands)
     measured = []
-    for each, mine, begin, end, peak in zip(points, turns, begins, ends, peaks):
-        steady = [(step, active(mine, clock)) for step, clock in each if begin <= clock <= end]
+    for run, mine, begin, end, peak in zip(points, turns, begins, ends, peaks):
+        steady = [(step, active(mine, clock)) for step, clock in run if begin <= clock <= end]
         (first_step, first), (last_step, last) = steady[0], steady[-1]
         speed, wall = (last_step - first_step) / (last - first), active(mine, mine[-1][1])
         row = {"steps_per_second": round(speed, 1), "wall_seconds": round(wall, 1)}

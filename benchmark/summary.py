@@ -154,7 +154,7 @@ def results(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
             mine = runs[(runs.script == script) & (runs.env_id == env_id)]
             theirs = runs[(runs.script == peer) & (runs.env_id == env_id)]
             shown = [mine[mine.variant == flags]]
-            same = mine[[setting(script, each) == setting(script, flags) for each in mine.variant]]
+            same = mine[[setting(script, x) == setting(script, flags) for x in mine.variant]]
             if len(theirs) and not len(at_equal_steps(theirs, steps_of(shown[0]))):
                 shown.append(at_equal_steps(same, steps_of(theirs)))
             for rows in filter(len, shown):
@@ -169,7 +169,7 @@ def results(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
                         "ours": score(rows, column_of(script)),
                         "peer": f"{peer_name}: {score(other, column_of(script))}"
                         if len(other)
-                        else "",
+                        else "not measured",
                         "published": "; ".join(map(reference, known.to_dict("records"))),
                     }
                 )
@@ -190,9 +190,9 @@ def defaults(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
     table = []
     for script in FRONT:
         for env_id, rows in runs[runs.script == script].groupby("env_id"):
-            settings = [setting(script, each) for each in rows.variant]
-            plainest = min(settings, key=lambda each: len(FLAG.findall(each)))
-            rows = rows[[each == plainest for each in settings]]
+            settings = [setting(script, variant) for variant in rows.variant]
+            plainest = min(settings, key=lambda x: len(FLAG.findall(x)))
+            rows = rows[[x == plainest for x in settings]]
             lengths = rows.total_steps.astype(int)
             groups = [at_equal_steps(rows, x) for x in sorted({round(x, -5) for x in lengths})]
             groups = [x for x in groups if len(x) > 2 or lengths[x.index].max() == lengths.max()]

@@ -162,7 +162,7 @@ def provenance_list(runs: pd.DataFrame) -> str:
     """What the runs of each script were made on."""
     text = ""
     for (script, machine, versions), rows in runs.groupby(["script", "machine", "versions"]):
-        commits = sorted({commit for each in rows.commit for commit in each.split("; ")})
+        commits = sorted({commit for commits in rows.commit for commit in commits.split("; ")})
         text += f"* `{script}`: {machine}, {versions} (commit {', '.join(commits)})\n"
     return text
 
@@ -197,8 +197,8 @@ def replace_sections(text: str, sections: dict[str, str]) -> tuple[str, list[str
         if name not in sections or text.count(begin) != 1 or text.count(end) != 1:
             faults.append(f"the marker {name} is unknown, or not there once with its end")
             continue
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
+        before, _, after = text.partition(begin)
+        _, _, after = after.partition(end)
         text = f"{before}{begin}\n{sections[name].strip()}\n{end}{after}"
     return text, list(dict.fromkeys(faults))
 

@@ -41,8 +41,8 @@ def suggest(trial: optuna.Trial, spec: str) -> str:
 def total_steps(command: list[str], script: str) -> int:
     """The steps that a run is asked for: its last --total-timesteps, or the script's default."""
     flag = "--total-timesteps"
-    given = re.findall(rf"{flag}[= ](\d[\d_]*)", " ".join(command))
-    return int(given[-1] if given else arguments(script)[flag][0])
+    values = re.findall(rf"{flag}[= ](\d[\d_]*)", " ".join(command))
+    return int(values[-1] if values else arguments(script)[flag][0])
 
 
 def run(trial, command, folder: Path, first: int, total: int, target: float, poll: float) -> float:

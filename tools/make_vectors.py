@@ -2054,7 +2054,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for subject, make in SUBJECTS.items():
         cases = make()
-        names = {(each["operation"], each["name"]) for each in cases}
+        names = {(case["operation"], case["name"]) for case in cases}
         assert len(names) == len(cases), subject
         (folder / f"{subject}.json").write_text(
             text(subject, cases), encoding="utf-8", newline="\n"

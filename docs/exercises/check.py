@@ -63,7 +63,7 @@ def main(name: str) -> None:
         sys.exit("error: first pip install -r requirements-dev.txt")
     path, patch = ROOT / f"{script}.py", EXERCISES / f"{name}.patch"
     if script not in IMPLEMENT or not (which == "implement" or patch.exists()):
-        known = sorted(each.stem for each in EXERCISES.glob("*.patch"))
+        known = sorted(path.stem for path in EXERCISES.glob("*.patch"))
         sys.exit(f"error: choose one of {' '.join(known)}, SCRIPT_implement or SCRIPT_experiment")
     changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", path.name], cwd=ROOT)
     if changed.returncode > 1:
