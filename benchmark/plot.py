@@ -46,7 +46,6 @@ LABELS = {
 }
 WORDS = {  # settings in a legend
     "--log-std-init -1": "initial standard deviation 0.37",
-    "--no-bootstrap-truncation": "no bootstrap at truncation",
     "--num-envs 8 --num-steps 256": "8 environments, 256 steps each",
     "--vf-coef 1.0": "weight of the value loss 1",
     "--mixer vdn": "VDN",

@@ -41,8 +41,13 @@ REPLAY_MB = {"dqn_per_atari": 980_000 * 84 * 84 / 1e6}  # beyond speed.py's 20,0
 
 QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, and these in words
     "truncation": [
-        ("ppo_continuous", "HalfCheetah-v4", "", "bootstrap at truncation (default)"),
-        ("ppo_continuous", "HalfCheetah-v4", "--no-bootstrap-truncation", "do not bootstrap"),
+        ("ppo_continuous", "HalfCheetah-v4", "", "bootstrap at truncation, earlier version"),
+        (
+            "ppo_continuous",
+            "HalfCheetah-v4",
+            "--no-bootstrap-truncation",
+            "do not bootstrap, earlier version",
+        ),
     ],
     "log_std": [
         ("ppo_continuous", env_id, flags, words)
@@ -50,8 +55,8 @@ QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, 
         for flags, words in (("", "1 (default)"), ("--log-std-init -1", "0.37"))
     ],
     "vf_coef": [
-        ("ppo_continuous", "Humanoid-v4", "", "weight 0.5 (default)"),
-        ("ppo_continuous", "Humanoid-v4", "--vf-coef 1.0", "weight 1, as in Stable-Baselines3"),
+        ("ppo_continuous", "Humanoid-v4", "", "weight 0.5, earlier version"),
+        ("ppo_continuous", "Humanoid-v4", "--vf-coef 1.0", "weight 1, earlier version"),
         ("sb3_ppo", "Humanoid-v4", "--vf-coef 0.5", "Stable-Baselines3, weight 1"),
     ],
     "num_envs": [
@@ -91,13 +96,8 @@ QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, 
 }
 
 
-# PPO's archived default runs, of about the version in which its other settings were run
-DEFAULTS_THEN = {
-    "HalfCheetah-v4": "6ff57fb201 85ddad7bd7",
-    "Hopper-v4": "c1b4003d97",
-    "Humanoid-v4": "782d3f500c",
-    "Walker2d-v4": "c1b4003d97",
-}
+# Archived default runs of PPO, of about the version in which the other settings were run
+EARLIER_VERSION = {"truncation": "6ff57fb201 85ddad7bd7", "vf_coef": "782d3f500c"}
 
 
 def score(rows: pd.DataFrame, column: str) -> str:
@@ -221,8 +221,9 @@ def question(name: str, runs: pd.DataFrame, archived: pd.DataFrame) -> pd.DataFr
     table = []
     for script, env_id, flags, words in QUESTIONS[name]:
         rows = runs
-        if script == "ppo_continuous" and not flags:
-            rows = archived[archived.commit.isin(DEFAULTS_THEN[env_id].split())]
+        if name in EARLIER_VERSION and script == "ppo_continuous":
+            commits = EARLIER_VERSION[name].split()
+            rows = archived if flags else archived[archived.commit.isin(commits)]
         rows = rows[(rows.script == script) & (rows.env_id == env_id) & (rows.variant == flags)]
         if len(rows):
             evaluated = "eval_battle_won_rate" if "qmix" in script else "eval_return"
@@ -333,7 +334,7 @@ def speed(measured: pd.DataFrame, gpu: bool = False, every: bool = True) -> pd.D
                         "peer": peer,
                         "its steps/s": f"{speeds[peer].median():,.0f}",
                         "ratio": spread(speeds[mine] / speeds[peer]),
-                        "measured": f"{rows.commit.iloc[0][:7]}, {processor}, {rounds}",
+                        "measured on": f"{processor}, {rounds}",
                     }
                 )
     return pd.DataFrame(table)
