@@ -224,7 +224,7 @@ def test_wrong_calls_get_a_line(flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     parts = re.split("[:.-]", flags.split()[1])
     with pytest.raises(SystemExit, match="|".join(parts)):
-        call("ppo_continuous", *flags.split())
+        call("ppo_continuous", *FLAGS, *flags.split())
     assert not list(tmp_path.glob("runs/*"))
 
 
