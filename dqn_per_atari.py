@@ -496,7 +496,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         for name in updates[0] if updates else ():
             metrics[name] = float(sum(m[name] for m in updates)) / len(updates)
         if not math.isfinite(sum(metrics.values()) + replay.nodes[1]):
-            raise FloatingPointError(f"loss, gradient or priority not finite at {global_step}")
+            raise FloatingPointError(f"loss, gradient or priority not finite at step {global_step}")
         if global_step // N % args.log_interval == 0 or global_step == last_step:
             run.log(global_step, "losses", metrics)
             run.log(global_step, "charts", {"epsilon": epsilon, "per_beta": beta})

@@ -8,7 +8,7 @@
 r"""Proximal policy optimization (PPO) for continuous control.
 
 Each iteration collects a batch of steps, estimates advantages with GAE, and takes several epochs
-of minibatch steps on a surrogate objective, which does not gain from a probability ratio beyond
+of minibatch steps on a surrogate objective, which does not gain from a probability ratio outside
 [1 - epsilon, 1 + epsilon].
 
 [PPO] Schulman et al. 2017, arXiv:1707.06347
@@ -18,7 +18,7 @@ of minibatch steps on a surrogate objective, which does not gain from a probabil
 
   symbol       variable    shape      meaning (T num_steps, N num_envs, B minibatch)
   s_t          obs         (T, N, D)  normalized observation
-  s_{t+1}      next_obs    (T, N, D)  the one after a_t (also at an episode's end)
+  s_{t+1}      next_obs    (T, N, D)  observation that a_t led to, even at an end
   a_t          actions     (T, N, A)  action, before clipping
   r_t          rewards     (T, N)     scaled reward
   V(s_t)       values      (T, N)     estimated value
@@ -76,7 +76,7 @@ class Args:
     gae_lambda: float = 0.95  # lambda of GAE
     update_epochs: int = 10  # K: epochs per batch
     num_minibatches: int = 32  # per epoch
-    norm_adv: bool = True  # per minibatch
+    norm_adv: bool = True  # normalize advantages
     clip_coef: float = 0.2  # epsilon: clip range
     clip_vloss: bool = True  # clip the value loss as well
     vf_coef: float = 0.5  # weight of the value loss
@@ -93,7 +93,7 @@ class Args:
     cuda: bool = False  # use the GPU (slower)
     torch_threads: int = 1  # PyTorch's CPU threads
     async_envs: bool = False  # one process per environment
-    compile: bool = False  # twice as fast; needs a C++ compiler
+    compile: bool = False  # faster; needs a C++ compiler
     track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "deep-rl-reference"
     wandb_entity: str | None = None
@@ -117,7 +117,7 @@ def make_env(args: Args, video_folder: Path | None) -> gym.Env:
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
     if "mujoco" in str(gym.registry.get(args.env_id)):
-        import mujoco  # Trap: it writes warnings to a file
+        import mujoco  # Trap: it warns in a file
 
         mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
     env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
@@ -125,7 +125,7 @@ def make_env(args: Args, video_folder: Path | None) -> gym.Env:
         env = gym.wrappers.RecordVideo(env, str(video_folder), lambda episode: episode == 0)
     env = gym.wrappers.FlattenObservation(env)
     for space in (env.action_space, env.unwrapped.action_space, env.unwrapped.observation_space):
-        space.seed(random.getrandbits(31))  # environments may sample from them
+        space.seed(random.getrandbits(31))  # some environments sample
     return env
 
 
@@ -175,8 +175,8 @@ class Environments:
         self.args, self.num_envs, self.training = args, num_envs, training
         self.envs = make_envs(args, num_envs, None)
         obs, actions = self.envs.single_observation_space, self.envs.single_action_space
-        if (len(obs.shape or ()), len(actions.shape or ()), actions.dtype.kind) != (1, 1, "f"):
-            sys.exit(f"error: {args.env_id} lacks flat Boxes of floats: {obs}, {actions}")
+        if [len(x.shape or ()) for x in (obs, actions)] != [1, 1] or actions.dtype.kind != "f":
+            sys.exit(f"error: {args.env_id} lacks flat obs or flat float actions: {obs}, {actions}")
         self.action_space, self.action_dim, self.obs_dim = actions, *actions.shape, *obs.shape
         self.obs_stats, self.return_stats = RunningMeanStd((self.obs_dim,)), RunningMeanStd()
 
@@ -188,7 +188,7 @@ class Environments:
         self.discounted_returns, self.returns, self.lengths = np.zeros((3, self.num_envs))
         obs, _ = self.envs.reset(seed=seed)
         if obs.shape != (self.num_envs, self.obs_dim):
-            sys.exit(f"error: observations of shape {obs.shape}")
+            sys.exit(f"error: observations {obs.shape}, not {self.num_envs, self.obs_dim}")
         return self.normalize(obs)
 
     def step(self, actions: np.ndarray) -> tuple:

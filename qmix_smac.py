@@ -518,7 +518,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     run = Run(args, folder, checkpoint, parts, last_step)
     if checkpoint:
         if checkpoint["args"]["optimizer"] != args.optimizer:
-            sys.exit("error: --optimizer must stay the same")
+            sys.exit("error: --optimizer cannot change on resuming")
         for group in optimizer.param_groups:
             group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
 

@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--workers", type=int, default=2, help="of an asynchronous peer")
     parser.add_argument("--vf-coef", type=float, default=0.25, help="of PPO; its own default: 0.5")
-    parser.add_argument("--updates", type=int, default=8, help="of JaxMARL's QMIX in 1,024 steps")
+    parser.add_argument("--updates", type=int, default=8, help="of JaxMARL's, per 1,024 steps")
     parser.add_argument(
         "--run-folder", type=Path, help="leave result.json and TensorBoard events there"
     )
