@@ -155,7 +155,7 @@ class Endless(gym.Env):
 
 
 SPACES = {"Endless": gym.spaces.Box(-1, 1, (2,)), "Table": gym.spaces.Box(-1, 1, (2, 3))}
-SPACES |= {"Integers": gym.spaces.Box(0, 9, (2,), int), "Discrete": gym.spaces.Discrete(3)}
+SPACES |= {"Integers": gym.spaces.Box(0, 9, (2,), int), "Pair": gym.spaces.Tuple(SPACES.values())}
 for name, space in SPACES.items():
     gym.register(f"{name}-v1", type(name, (Endless,), {"action_space": space}))
 sequence = {"observation_space": gym.spaces.Sequence(SPACES["Endless"])}
@@ -215,7 +215,7 @@ def test_a_folder_in_use_and_ctrl_c(tmp_path):
 
 
 WRONG_IDS = ["Pusher-v4", "HalfCheetah-v2", "nomodule:X-v0", "CartPole-v1", "NoSuch-v0"]
-WRONG_IDS += ["Integers-v1", "Table-v1", "Discrete-v1", "Sequence-v1"]
+WRONG_IDS += ["Integers-v1", "Table-v1", "Pair-v1", "Sequence-v1"]
 WRONG_CALLS = [*(f"--env-id {x}" for x in WRONG_IDS), "--resume nowhere", "--evaluate nowhere.pt"]
 
 
