@@ -45,7 +45,7 @@ LABELS = {
     "eval/battle_won_rate": "battles won (fraction)",
 }
 WORDS = {  # settings in a legend
-    "--log-std-init -1": "initial standard deviation 0.37",
+    "--log-std-init -1.0": "initial standard deviation 0.37",
     "--num-envs 8 --num-steps 256": "8 environments, 256 steps each",
     "--vf-coef 1.0": "weight of the value loss 1",
     "--mixer vdn": "VDN",

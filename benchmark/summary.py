@@ -52,7 +52,7 @@ QUESTIONS = {  # benchmark/README's tables: rows of script, environment, flags, 
     "log_std": [
         ("ppo_continuous", env_id, flags, words)
         for env_id in ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4")
-        for flags, words in (("", "1 (default)"), ("--log-std-init -1", "0.37"))
+        for flags, words in (("", "1 (default)"), ("--log-std-init -1.0", "0.37"))
     ],
     "vf_coef": [
         ("ppo_continuous", "Humanoid-v4", "", "weight 0.5, earlier version"),
