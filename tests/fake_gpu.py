@@ -119,13 +119,13 @@ def constructor(real):  # torch.tensor or torch.as_tensor: on the CPU first
     return lambda *args, device=CPU, **kwargs: real(*args, **kwargs).to(device or CPU)
 
 
-def pretended(function, *args, **kwargs):
-    with pretend():
+def within(context, function, *args, **kwargs):
+    with context():
         return function(*args, **kwargs)
 
 
-def start(process):  # BaseProcess.start: the new process pretends as well
-    process._target, process._args = pretended, (process._target, *process._args)
+def start(process, context):  # BaseProcess.start: the new process enters the context as well
+    process._target, process._args = within, (context, process._target, *process._args)
     real_start(process)
 
 
@@ -143,7 +143,7 @@ def pretend():
         patch("torch._has_compatible_shallow_copy_type", lambda x, y: not (x.is_cuda or y.is_cuda)),
         patch("torch.backends.cudnn.is_acceptable", lambda tensor: False),
         patch(GROUP, lambda lists: {(lists[0][0].device, None): (lists, None)}),
-        patch.object(BaseProcess, "start", start),
+        patch.object(BaseProcess, "start", lambda process: start(process, pretend)),
         Mode(),
     ):
         yield

@@ -7,7 +7,9 @@ import multiprocessing
 import shutil
 from collections import Counter
 from multiprocessing.pool import ThreadPool
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import fake_gpu
 import pytest
@@ -55,7 +57,14 @@ class CpuDraws(TorchFunctionMode):
         return func(*args, **(kwargs or {})).to(device)
 
 
-on_gpu, in_thread = (CpuDraws, CpuDraws) if REAL else (fake_gpu.pretend, fake_gpu.Mode)
+@contextlib.contextmanager
+def cpu_draws():
+    """CpuDraws, and in the processes that are started."""
+    with CpuDraws(), patch.object(BaseProcess, "start", lambda x: fake_gpu.start(x, CpuDraws)):
+        yield
+
+
+on_gpu, in_thread = (cpu_draws, CpuDraws) if REAL else (fake_gpu.pretend, fake_gpu.Mode)
 
 
 @pytest.fixture
@@ -101,7 +110,7 @@ def assert_same_model(folder, other):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_trains_and_resumes_as_on_the_cpu(script, tmp_path, prepare, monkeypatch):
     module, waits, steps = prepare(importlib.import_module(script)), [], []
-    flags = SMALL[script]
+    flags, (per_step, per_update, once) = SMALL[script], WAITS[script]
 
     def count(function):
         return lambda *args: waits.append(Counter(fake_gpu.waits)) or function(*args)
@@ -125,7 +134,6 @@ def test_trains_and_resumes_as_on_the_cpu(script, tmp_path, prepare, monkeypatch
     returns = [json.loads((x / "result.json").read_text())["episodic_return"] for x in (cpu, gpu)]
     assert REAL or returns[0] == returns[1]
     num_steps = load(gpu / "model.pt")["global_step"] / flags.get("num_envs", 1)
-    per_step, per_update, once = WAITS[script]
     assert REAL or num_steps <= waits[0].total(), "no actions came from the GPU"
     assert waits[0].total() <= num_steps * per_step + len(steps) * per_update + once, waits[0]
 

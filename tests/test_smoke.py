@@ -1,5 +1,6 @@
 """Every script as a user runs it, on a GPU if it uses one: train, be killed, resume, evaluate."""
 
+import importlib
 import json
 import random
 import signal
@@ -8,7 +9,7 @@ import time
 
 import pytest
 import torch
-from conftest import SCRIPTS, assert_same, call, command, load, logged, run
+from conftest import ROOT, SCRIPTS, assert_same, call, command, load, logged, run
 
 # A few seconds each. Checkpoint intervals are no multiples of the steps between updates
 ATARI = "--env-id BreakoutNoFrameskip-v4 --eval-episodes 1 --log-interval 1 --torch-threads 1"
@@ -24,6 +25,7 @@ SMALL = {
     "qmix_smac": "--env-id 3m --num-envs 2 --total-timesteps 200 --checkpoint-interval 70 "
     "--batch-size 4 --buffer-size 24 --test-interval 150 --test-nepisode 2 --eval-episodes 2",
 }
+TRAINED = [("HalfCheetah-v4", 500), ("PongDeterministic-v4", 10), ("3m", 10)]  # and a least return
 
 
 @pytest.fixture(scope="module", params=SCRIPTS)
@@ -73,3 +75,13 @@ def test_killed_at_any_moment(whole, tmp_path):
         process.communicate()
     call(script, *flags, "--run-folder", killed)
     assert_same(load(folder / "model.pt"), load(killed / "model.pt"))
+
+
+@pytest.mark.parametrize("name, least", TRAINED)
+def test_trained_models_are_better_than_random(name, least, tmp_path):
+    path = ROOT / "models" / f"{name}.pt"
+    module = importlib.import_module(torch.load(path, weights_only=True)["script"])
+    model = module.load_checkpoint(path)
+    assert not {"optimizer", "return_stats", "replay"} & model.keys()
+    vars(args := module.Args(**model["args"])).update(eval_episodes=2, num_envs=2)
+    assert sum(module.evaluate(args, model, tmp_path)) > 2 * least
