@@ -674,8 +674,8 @@ class Run:
         start = checkpoint or dict(global_step=0, seconds=0)
         self.started = time.time() - start["seconds"]
         modules = nn.ModuleList(x for x in parts.values() if isinstance(x, nn.Module))
-        groups = [group for x in parts.values() for group in getattr(x, "param_groups", [])]
-        if {p for group in groups for p in group["params"]} - set(modules.parameters()):
+        groups = [g for x in parts.values() for g in getattr(x, "param_groups", [])]
+        if {p for g in groups for p in g["params"]} - set(modules.parameters()):
             sys.exit("error: `parts` lacks a module that an optimizer trains")
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # not on Windows
@@ -692,10 +692,12 @@ class Run:
         if args.track:
             import wandb
 
-            options = dict(project=args.wandb_project_name, entity=args.wandb_entity)
-            options |= dict(config=asdict(args), allow_val_change=True, resume="allow")
-            options["id"] = re.sub(r"\W+", "-", str(folder.resolve()))[-100:]
-            wandb.init(sync_tensorboard=True, **options)
+            setup = dict(project=args.wandb_project_name, entity=args.wandb_entity, resume="allow")
+            setup |= dict(config=asdict(args), allow_val_change=True, sync_tensorboard=True)
+            try:
+                wandb.init(id=re.sub(r"\W+", "-", str(folder.resolve()))[-100:], **setup)
+            except wandb.Error:  # deleted
+                wandb.init(**setup)
         step = start["global_step"]
         self.writer = SummaryWriter(folder, purge_step=step + bool(checkpoint), flush_secs=10)
         self.bar = tqdm(total=last_step, initial=step, unit=" steps")
@@ -762,13 +764,12 @@ class Run:
 def main() -> None:
     args, checkpoint = tyro.cli(Args), None
     folder = Path(args.evaluate or args.resume or args.run_folder or "runs")
-    resumes = args.run_folder and any(folder.glob("checkpoint_*.pt"))
-    if args.evaluate or args.resume or resumes:
+    if args.evaluate or args.resume or (args.run_folder and any(folder.glob("checkpoint_*.pt"))):
         checkpoint = load_checkpoint(folder)
         saved = checkpoint["args"]
         for name in saved.keys() - vars(args).keys():
-            print(f"note: the checkpoint's argument {name}={saved.pop(name)} is ignored")
-        args = tyro.cli(Args, default=Args(**saved))  # flags not given are kept
+            print(f"note: the saved flag {name}={saved.pop(name)} is ignored")
+        args = tyro.cli(Args, default=Args(**saved))
         folder = folder if folder.is_dir() else folder.parent
     elif not args.run_folder:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}"

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -148,3 +149,20 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
     events.Reload()
     tags = events.Tags()["scalars"]
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
+
+
+def cases(subject: str, operation: str | None = None) -> Iterator[dict]:
+    """Test vectors of a subject; arrays float64, int64 or bool, strings as they are."""
+    path = ROOT / "vectors" / f"{subject}.json"
+    for case in json.loads(path.read_text(encoding="utf-8"))["cases"]:
+        if operation in (None, case["operation"]):
+            for group in ("inputs", "outputs"):
+                case[group] = {name: np.array(x) for name, x in case[group].items()}
+            yield case
+
+
+def check(case: dict, output: str, values, precision: str = "float64") -> None:
+    """Fail where `values` differ from an output by more than atol + rtol |output|."""
+    name = f"{case['operation']}, {case['name']}: {output}"
+    expected = case["outputs"][output]
+    np.testing.assert_allclose(values, expected, **case["tolerance"][precision], err_msg=name)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, load, logged, resume, train
+from conftest import assert_same, cases, check, load, logged, resume, train
 from torch import nn
 from torch.distributions import Categorical
-from vectors_reader import cases, check
 
 import a2c_atari as a2c
 

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, command, load, logged, run
+from conftest import assert_same, cases, check, command, load, logged, run
 from torch import nn
-from vectors_reader import cases, check
 
 import a3c_atari as a3c
 

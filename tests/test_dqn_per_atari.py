@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, load, logged
+from conftest import assert_same, cases, check, load, logged
 from torch import nn
-from vectors_reader import cases, check
 
 import dqn_per_atari as dqn
 

@@ -9,11 +9,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import assert_resumes, assert_same, load, logged, resume, train
+from conftest import assert_resumes, assert_same, cases, check, load, logged, resume, train
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import nn
 from torch.distributions import Independent, Laplace, Normal
-from vectors_reader import cases, check
 
 import ppo_continuous as ppo
 

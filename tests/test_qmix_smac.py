@@ -10,10 +10,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import assert_resumes, assert_same, load, logged, resume, train
+from conftest import assert_resumes, assert_same, cases, check, load, logged, resume, train
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
-from vectors_reader import cases, check
 
 import qmix_smac as q
 from qmix_smac import Args, Environments, Episode, EpisodeReplay, Shape

@@ -235,17 +235,24 @@ def test_a_seed_of_any_size(monkeypatch):
     assert len({(ppo.seed_everything(1, 2), torch.rand(1).item()) for _ in range(2)}) == 1
 
 
-def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
-    calls, wandb = [], types.SimpleNamespace(init=lambda **kwargs: calls.append(kwargs))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+def test_wandb_resumes_the_same_run_or_begins_another(tmp_path, monkeypatch):
+    calls = []
+
+    def init(id=None, **kwargs):
+        if id and len(calls) == 3:
+            raise OSError("run was previously created and deleted")
+        calls.append(kwargs | {"id": id})
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Error=OSError))
     monkeypatch.setitem(sys.modules, "fcntl", None)  # no locks, as on Windows
     path, flags = tmp_path / "run", SMALL | dict(track=True, wandb_entity="lab")
     train(ppo, path, **flags)
     train(ppo, tmp_path / "other", **flags)
-    ppo.train(ppo.Args(**flags), path, ppo.load_checkpoint(path))
-    first, other, again = calls
+    for _ in range(2):
+        ppo.train(ppo.Args(**flags), path, ppo.load_checkpoint(path))
+    first, other, again, new = calls
     assert first["id"] == again["id"] != other["id"] and first["resume"] == "allow"
-    assert first["config"]["num_steps"] == 50 and first["sync_tensorboard"]
+    assert new["id"] is None and first["config"]["num_steps"] == 50 and first["sync_tensorboard"]
     assert first["entity"] == "lab" and first["allow_val_change"]  # of flags given at a resume
 
 

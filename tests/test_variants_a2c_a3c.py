@@ -10,9 +10,8 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from conftest import assert_resumes, assert_same, load, logged, run, train
+from conftest import assert_resumes, assert_same, cases, check, load, logged, run, train
 from torch import nn
-from vectors_reader import cases, check
 
 import a2c_atari
 

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import assert_resumes, assert_same, load, resume, train
+from conftest import assert_resumes, assert_same, cases, check, load, resume, train
 from test_dqn_per_atari import SMALL, Tiny, make_batch
 from torch import nn
-from vectors_reader import cases, check
 
 quick, ROWS = pytest.mark.quick, np.arange(8)
 LEARNS = SMALL | dict(total_timesteps=960, train_frequency=2, eval_epsilon=0.0, learning_rate=1e-3)

@@ -29,7 +29,7 @@ from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-import vectors_reader
+from conftest import cases
 
 SPACE = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
 CHECKS = []
@@ -48,7 +48,7 @@ def peer(name: str, subject: str, operation: str, precision: str, why: str = "")
 def agreement(subject, operation, precision, function) -> tuple[int, list[str], float]:
     """How many cases agree, the names of the others, and the largest difference."""
     good, bad, largest = 0, [], 0.0
-    for case in vectors_reader.cases(subject, operation):
+    for case in cases(subject, operation):
         answer = function(case)
         if answer is None:
             continue
