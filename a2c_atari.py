@@ -28,7 +28,7 @@ entropy bonus encourages exploration.
     \beta          ent_coef                    weight of the entropy bonus, [A3C] Sec. 4
 
 Differences from some implementations (reasons: docs/a2c_atari.md):
-  * RMSprop is TensorFlow's: epsilon is inside the root and the average starts at one. The first
+  * RMSprop is TensorFlow 1's: epsilon is in the root and the average starts at one. The first
     steps of PyTorch's (`--torch-rmsprop`) are thousands of times larger.
   * A lost life ends the return, not the episode. On the first step of each life FIRE is pressed,
     which the policy loss masks out.
@@ -177,7 +177,7 @@ class AtariEnvs:
         """Returns the observations to act on, the next observations (final ones at an episode's
         end), rewards clipped to their sign, terminations, truncations, and info.
         """
-        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
+        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions may undo it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
         obs, rewards, *ends, info = self.envs.step(self.executed_actions)
         terminations, truncations = np.array(ends, bool)
@@ -279,7 +279,7 @@ def a2c_loss(logprobs, values, entropies, returns, args: Args) -> tuple[Tensor, 
 
 
 class RMSprop(torch.optim.Optimizer):
-    r"""TensorFlow's RMSprop without momentum ([A3C] Sec. 4). g, `square_avg`, starts at one.
+    r"""TensorFlow 1's RMSprop without momentum ([A3C] Sec. 4). g, `square_avg`, starts at one.
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2
     \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}

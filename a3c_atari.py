@@ -174,7 +174,7 @@ class AtariEnvs:
         """Returns the observations to act on, the next observations (final ones at an episode's
         end), rewards clipped to their sign, terminations, truncations, and info.
         """
-        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
+        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions may undo it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
         obs, rewards, *ends, info = self.envs.step(self.executed_actions)
         terminations, truncations = np.array(ends, bool)
@@ -334,7 +334,7 @@ class SharedAdam(SharedOptimizer):
 
 
 class SharedRMSprop(SharedOptimizer):
-    r"""[A3C] Sec. 4. As in TensorFlow, g starts at one.
+    r"""[A3C] Sec. 4. As in TensorFlow 1, g starts at one.
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2
     \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}

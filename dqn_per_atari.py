@@ -29,7 +29,7 @@ of the network estimates.
     w_i        weights         (B,)              importance-sampling weight, [PER] Sec. 3.4
 
 Differences from common implementations and the papers (reasons: docs/dqn_per_atari.md):
-  * The target network is synced every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 7,500).
+  * The target network is synced every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 2,500).
   * Rewards are clipped, priorities are not. Weights are divided by the minibatch's largest.
   * Truncation is not termination: the n transitions before it are never drawn, since the buffer
     lacks the final observation to bootstrap from.
@@ -182,7 +182,7 @@ class AtariEnvs:
         """Returns the observations to act on, the next observations (final ones at an episode's
         end), rewards clipped to their sign, terminations, truncations, and info.
         """
-        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions override it
+        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions may undo it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
         obs, rewards, *ends, info = self.envs.step(self.executed_actions)
         terminations, truncations = np.array(ends, bool)
