@@ -332,8 +332,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, folder, checkpoint, parts, last_step)
     if checkpoint:
-        for group in optimizer.param_groups:
-            group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
+        for group, lr in zip(optimizer.param_groups, learning_rates):
+            scaled = group["lr"] * args.learning_rate / checkpoint["args"]["learning_rate"]
+            group["lr"] = lr if checkpoint["args"]["anneal_lr"] else scaled
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
@@ -341,8 +342,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             seed = seed_everything(args.seed, global_step)  # the same at a resume
             obs = envs.reset(seed, folder / "videos" / str(global_step))
         if args.anneal_lr:
-            for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-                group["lr"] = learning_rate * (1 - global_step / last_step)
+            for group, lr in zip(optimizer.param_groups, learning_rates):
+                group["lr"] = lr * (1 - global_step / last_step)
 
         # Collect T steps in each environment, keeping their graph: [A3C] Alg. S3, inner "repeat"
         logprobs, values, entropies = [], [], []

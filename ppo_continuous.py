@@ -69,7 +69,7 @@ class Args:
     """PPO for continuous control."""
 
     env_id: str = "HalfCheetah-v4"  # needs a flat Box action space
-    total_timesteps: int = 1_000_000  # steps, rounded up to whole batches
+    total_timesteps: int = 1_000_000  # rounded up to whole batches
     num_envs: int = 1  # N: parallel environments
     num_steps: int = 2048  # T: steps of each environment per batch
     gamma: float = 0.99  # discount factor
@@ -82,22 +82,22 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     ent_coef: float = 0.0  # c2: weight of the entropy bonus
     target_kl: float | None = None  # stop updating above this KL
-    learning_rate: float = 3e-4  # Adam's step size
+    learning_rate: float = 3e-4  # step size
     anneal_lr: bool = True  # linearly to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
     log_std_init: float = 0.0  # initial log std
 
     exp_name: str = Path(__file__).stem
-    seed: int = 1  # seed of all generators
+    seed: int = 1  # of all generators
     torch_deterministic: bool = True  # in cuDNN
     cuda: bool = False  # use the GPU (slower)
     torch_threads: int = 1  # PyTorch's CPU threads
-    async_envs: bool = False  # one process per environment
+    async_envs: bool = False  # a process per environment
     compile: bool = False  # faster; needs a C++ compiler
     track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "deep-rl-reference"
     wandb_entity: str | None = None
-    capture_video: bool = False  # record an episode after each checkpoint
+    capture_video: bool = False  # an episode after each checkpoint
     save_model: bool = True
     upload_model: bool = False  # to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
@@ -137,8 +137,8 @@ def make_envs(args: Args, num_envs: int, video_folder: Path | None) -> VectorEnv
     """
     env_fns = [lambda: make_env(args, None)] * num_envs
     env_fns[0] = lambda: make_env(args, video_folder)
-    vector_env = AsyncVectorEnv if args.async_envs else SyncVectorEnv
-    return vector_env(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
+    vector = AsyncVectorEnv if args.async_envs else SyncVectorEnv
+    return vector(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 class RunningMeanStd:
@@ -182,7 +182,7 @@ class Environments:
 
     def reset(self, seed: int, video_folder: Path) -> np.ndarray:
         """Remake and reset the environments. Returns observations (N, D)."""
-        self.envs.close()  # Trap: `reset(seed)` may not reset all state
+        self.envs.close()  # Trap: `reset` may keep state
         folder = video_folder if self.args.capture_video else None
         self.envs = make_envs(self.args, self.num_envs, folder)
         self.discounted_returns, self.returns, self.lengths = np.zeros((3, self.num_envs))
@@ -199,7 +199,7 @@ class Environments:
         """
         actions = actions.clip(self.action_space.low, self.action_space.high)
         raw_obs, raw_rewards, *ends, info = self.envs.step(actions)
-        terminations, truncations = np.array(ends, bool)  # some simulators return integers
+        terminations, truncations = np.array(ends, bool)  # also from integers
         self.returns += raw_rewards
         self.lengths += 1
         rewards, dones, self.episodes = self.scale(raw_rewards), terminations | truncations, {}
@@ -244,7 +244,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, log_std_init: float = 0.0) -> None:
         super().__init__()
-        self.actor = mlp(obs_dim, action_dim, 0.01)  # Detail: small means at first
+        self.actor = mlp(obs_dim, action_dim, 0.01)  # Detail: small means
         self.critic = mlp(obs_dim, 1, 1.0)
         self.log_std = nn.Parameter(torch.full((action_dim,), log_std_init))
 
@@ -332,14 +332,15 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     act_fn, update_fn = accelerate(args) if args.compile else (act, update)
 
-    parts = {"agent": agent, "optimizer": optimizer, "obs_stats": envs.obs_stats}
+    parts = dict(agent=agent, optimizer=optimizer, obs_stats=envs.obs_stats)
     parts["return_stats"] = envs.return_stats
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / batch_size) * batch_size
     run = Run(args, folder, checkpoint, parts, last_step)
     if checkpoint:
-        for group in optimizer.param_groups:
-            group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
+        for group, lr in zip(optimizer.param_groups, learning_rates):
+            scaled = group["lr"] * args.learning_rate / checkpoint["args"]["learning_rate"]
+            group["lr"] = lr if checkpoint["args"]["anneal_lr"] else scaled
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
@@ -347,8 +348,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             seed = seed_everything(args.seed, global_step)  # the same at a resume
             current_obs = envs.reset(seed, folder / "videos" / str(global_step))
         if args.anneal_lr:
-            for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-                group["lr"] = learning_rate * (1 - global_step / last_step)
+            for group, lr in zip(optimizer.param_groups, learning_rates):
+                group["lr"] = lr * (1 - global_step / last_step)
 
         # Collect T steps in each environment: [PPO] Alg. 1, line 3
         steps = []

@@ -519,8 +519,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     if checkpoint:
         if checkpoint["args"]["optimizer"] != args.optimizer:
             sys.exit("error: --optimizer cannot change on resuming")
-        for group in optimizer.param_groups:
-            group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
+        for group, lr in zip(optimizer.param_groups, learning_rates):
+            scaled = group["lr"] * args.learning_rate / checkpoint["args"]["learning_rate"]
+            group["lr"] = lr if checkpoint["args"]["anneal_lr"] else scaled
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
@@ -529,8 +530,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             envs.reset(seed, folder / "videos" / str(global_step) if args.capture_video else None)
             hidden, metrics = networks.agent.initial_hidden(N), {}
         if args.anneal_lr:
-            for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-                group["lr"] = learning_rate * (1 - global_step / last_step)
+            for group, lr in zip(optimizer.param_groups, learning_rates):
+                group["lr"] = lr * (1 - global_step / last_step)
         progress = min(1, global_step / max(args.epsilon_anneal_time, 1))
         epsilon = 1 + progress * (args.epsilon_finish - 1)
 

@@ -59,6 +59,13 @@ def test_train_resume_evaluate(whole, tmp_path, capsys):
     assert f"evaluation: {mean:.2f}" in capsys.readouterr().out
     assert logged(folder)["eval/episodic_return"][result["global_step"]] == pytest.approx(mean)
 
+    if script in ("ppo_continuous", "a2c_atari", "qmix_smac"):  # annealed, then no longer
+        first["args"]["anneal_lr"], first["optimizer"]["param_groups"][0]["lr"] = True, 1e-9
+        torch.save(first, max(killed.glob("checkpoint_*")))
+        call(script, "--resume", killed, "--no-anneal-lr")
+        (group,) = load(max(killed.glob("checkpoint_*")))["optimizer"]["param_groups"]
+        assert group["lr"] == first["args"]["learning_rate"]
+
 
 def test_killed_at_any_moment(whole, tmp_path):
     """SIGKILL at a random moment, then resumed: the model is the uninterrupted run's."""
