@@ -20,7 +20,7 @@ entropy bonus encourages exploration.
     symbol         variable    shape           meaning (T num_steps, N num_envs)
     s_t            obs         (N, 4, 84, 84)  the last four frames, one per agent step
     a_t            actions     (N,)            sampled action
-    r_t            rewards     (T, N)          reward, clipped to its sign; at truncation + gamma V
+    r_t            rewards     (T, N)          clipped reward, plus gamma V if truncated
     R_t            returns     (T, N)          n-step return, [A3C] Alg. S3
     V(s_t)         values      (T, N)          value estimate
     \log\pi(a|s)   logprobs    (T, N)          log-probability of a_t, 0 if FIRE is pressed instead
@@ -32,8 +32,9 @@ Differences from some implementations (reasons: docs/a2c_atari.md):
     steps of PyTorch's (`--torch-rmsprop`) are thousands of times larger.
   * A lost life ends the return, not the episode. On the first step of each life FIRE is pressed,
     which the policy loss masks out.
-  * [A3C] anneals the learning rate (`--anneal-lr`), sums where this averages, has a smaller network
-    in Suppl. Sec. 8, and does not name the norm to which it clips gradients (Sec. 5.1).
+  * [A3C] anneals the learning rate (`--anneal-lr`), sums where this averages, weights the squared
+    value error by 1 (here 0.5), has a smaller network in Suppl. Sec. 8, and does not name the norm
+    to which it clips gradients (Sec. 5.1).
   * The value of a truncated episode's final observation (whose newest frame is stale in ale-py
     0.12.1) is added to its last reward ([TIME]).
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
@@ -82,16 +83,16 @@ class Args:
     num_steps: int = 5  # t_max: steps per environment and update
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 1.0  # lambda of the lambda-return; 1: n-step returns, the paper's
-    episodic_life: bool = True  # end the return at a lost life
+    episodic_life: bool = True  # a lost life is a termination
     bootstrap_truncation: bool = True  # bootstrap at truncation
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the squared value error
     learning_rate: float = 7e-4  # RMSprop's step size
     anneal_lr: bool = False  # anneal the learning rate to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
-    rmsprop_alpha: float = 0.99  # decay rate of the mean squared gradient; kept on resuming
-    rmsprop_eps: float = 1e-5  # inside the root (--torch-rmsprop: outside); kept on resuming
-    torch_rmsprop: bool = False  # use PyTorch's RMSprop; keep on resuming
+    rmsprop_alpha: float = 0.99  # decay rate of the mean squared gradient; ignored on resuming
+    rmsprop_eps: float = 1e-5  # inside the root (--torch-rmsprop: outside); ignored on resuming
+    torch_rmsprop: bool = False  # use PyTorch's RMSprop; must not change on resuming
     frame_stack: int = 4  # frames per observation
     conv3_filters: int = 64  # filters of the third convolution
     bf16: bool = False  # compute in bfloat16 (on some processors far slower)

@@ -14,16 +14,16 @@ it to the shared model without a lock ("Hogwild"). Then it copies the shared mod
 [A3C]   Mnih et al. 2016, arXiv:1602.01783     [HOG]  Recht et al. 2011, arXiv:1106.5730
 [ADAM]  Kingma, Ba 2015, arXiv:1412.6980       [TIME] Pardo et al. 2018, arXiv:1712.00378
 
-    symbol    variable      shape              meaning (t steps of a rollout, N = 1, A actions)
+    symbol    variable      shape              meaning (T steps of a rollout, N = 1, A actions)
     \theta    shared_model                     parameters that all workers update
     \theta'   local_model                      a worker's copy
-    s_i       obs           (t, N, C, 105, 80) one frame, or four with --no-lstm
+    s_i       obs           (T, N, C, 105, 80) one frame, or four with --no-lstm
               lstm_state    (N, 256) each      h and c of the LSTM
-    a_i       actions       (t, N)             action
-    r_i       rewards       (t, N)             reward, clipped to its sign
-    \pi(a|s)  logits        (t, N, A)          before the softmax
-    V(s)      values        (t, N)             value estimate
-    R         returns       (t, N)             n-step return, [A3C] Alg. S3
+    a_i       actions       (T, N)             action
+    r_i       rewards       (T, N)             reward, clipped to its sign
+    \pi(a|s)  logits        (T, N, A)          before the softmax
+    V(s)      values        (T, N)             value estimate
+    R         returns       (T, N)             n-step return, [A3C] Alg. S3
     \beta     ent_coef                         weight of the entropy H, [A3C] Sec. 4
 
 Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
@@ -33,7 +33,7 @@ Differences from the paper and from pytorch-a3c (reasons: docs/a3c_atari.md):
     1e-4 to 1e-2.
   * The squared value error has the weight 1/4, as in pytorch-a3c; the paper's is 1.
   * Observations are normalized by their own mean and std; pytorch-a3c has running averages.
-  * FIRE is pressed on the first step of each life; policy loss and entropy mask it out.
+  * FIRE starts each life; `policy_mask` excludes it from the policy loss and the entropy.
   * Truncated episodes bootstrap from the value of their final observation [TIME], whose newest
     frame is stale in ale-py 0.12.1.
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact with one
@@ -83,11 +83,11 @@ class Args:
     num_workers: int = 4  # processes that act and learn
     num_steps: int = 20  # t_max: steps of a worker between updates
     gamma: float = 0.99  # discount factor
-    episodic_life: bool = False  # end the return, and the LSTM's memory, at a lost life
+    episodic_life: bool = False  # a lost life is a termination, and resets the LSTM
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which includes a factor 1/2
     max_grad_norm: float = 50.0  # gradient clipping norm
-    optimizer: Literal["adam", "rmsprop"] = "adam"  # or the paper's RMSprop; keep on resuming
+    optimizer: Literal["adam", "rmsprop"] = "adam"  # or the paper's RMSprop
     learning_rate: float = 1e-4  # step size
     anneal_lr: bool = False  # anneal the learning rate to zero
     lstm: bool = True  # one frame and an LSTM (--no-lstm: four frames and none)
@@ -257,7 +257,7 @@ class Agent(nn.Module):
 
 
 def compute_returns(rewards: Tensor, bootstrap: Tensor, gamma: float) -> Tensor:
-    r"""Returns (t, N) from rewards (t, N) and the bootstrap value (1, N).
+    r"""Returns (T, N) from rewards (T, N) and the bootstrap value (1, N).
 
     R \leftarrow r_i + \gamma R, from the last step to the first: [A3C] Alg. S3.
     """
@@ -366,7 +366,7 @@ def actor_learner(
     rank: int, args: Args, folder: Path, shared_model, optimizer, steps, start_steps, messages
 ) -> None:
     """Worker `rank`, [A3C] Alg. S3. All workers share the model, the optimizer's state and the
-    numbers of `steps` that each has taken, without a lock ([HOG]). At a checkpoint each sets
+    `steps` that each has taken, without a lock ([HOG]). At a checkpoint each sets
     `start_steps[rank]` to -1, and waits until `train` writes the global step there.
     """
     prepare_worker(args)
@@ -419,11 +419,12 @@ def actor_learner(
                 for group, learning_rate in zip(optimizer.param_groups, learning_rates):
                     group["lr"] = learning_rate * (1 - global_step / args.total_timesteps)
             metrics = update(local_model, shared_model, optimizer, rollout, args)
-            global_step, updates = int(steps.sum()), updates + 1
+            global_step = int(steps.sum())
             if rank == 0 and updates % args.log_interval == 0:
                 metrics = {name: metric.item() for name, metric in metrics.items()}
                 charts = {"learning_rate": optimizer.param_groups[0]["lr"]}
                 messages.put((global_step, {}, {"losses": metrics, "charts": charts}))
+            updates += 1
         start_steps[rank] = -1
 
 
@@ -450,13 +451,15 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     global_step = checkpoint["global_step"] if checkpoint else 0
     run = Run(args, folder, checkpoint, parts, args.total_timesteps)
     if checkpoint:
+        if args.optimizer != checkpoint["args"]["optimizer"]:
+            sys.exit("error: --optimizer changed")
         for group in optimizer.param_groups:
             group["lr"] *= args.learning_rate / checkpoint["args"]["learning_rate"]
 
     steps = torch.tensor([global_step] + [0] * (args.num_workers - 1)).share_memory_()
     start_steps = torch.full_like(steps, -1).share_memory_()
     for part in parts.values():
-        part.share_memory()  # of an optimizer: all but its groups
+        part.share_memory()  # of an optimizer, only its state
     # Trap: a forked worker would hang with two threads of PyTorch, and fail with CUDA
     messages = mp.get_context("spawn").SimpleQueue()
     worker_args = (args, folder, model, optimizer, steps, start_steps, messages)

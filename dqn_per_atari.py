@@ -30,11 +30,12 @@ of the network estimates.
 
 Differences from common implementations and the papers (reasons: docs/dqn_per_atari.md):
   * The target network is synced every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 2,500).
+  * Adam and its settings are labml's.
   * Rewards are clipped, priorities are not. Weights are divided by the minibatch's largest.
   * Truncation is not termination: the n transitions before it are never drawn, since the buffer
     lacks the final observation to bootstrap from.
   * The streams of 256 units share a layer of 512. [DUEL]: two of 512, and scaled gradients.
-  * A lost life terminates the return, not the episode; FIRE is pressed on a life's first step.
+  * A lost life is a termination without a reset; FIRE is pressed on a life's first step.
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
     python dqn_per_atari.py --env-id ALE/Pong-v5  # writes runs/ALE-Pong-v5__...
@@ -95,10 +96,10 @@ class Args:
     end_epsilon: float = 0.01  # final probability of a random action
     exploration_fraction: float = 0.025  # part of the run over which epsilon is annealed
     learning_rate: float = 1e-4  # Adam's step size
-    adam_eps: float = 1e-8  # Adam's epsilon; kept on resuming
+    adam_eps: float = 1e-8  # Adam's epsilon; ignored on resuming
     max_grad_norm: float = 0.5  # gradient clipping norm
     frame_stack: int = 4  # frames per observation
-    episodic_life: bool = True  # treat a lost life as the end of the return
+    episodic_life: bool = True  # a lost life is a termination
     eval_epsilon: float = 0.01  # epsilon of evaluation
     bf16: bool = False  # bfloat16: faster on some CPUs, slower on others
     env_threads: int = 0  # emulator threads (0: one per core)
@@ -321,7 +322,7 @@ class Priorities:
 class Replay:
     """A ring buffer. Each row is a step of an environment, whose next step is N rows later.
 
-    Vectors need a frame axis: variants/dqn_per_atari/vectors.patch.
+    For vector observations: variants/dqn_per_atari/vectors.patch.
 
     Rows have priority 0, and are not drawn, if (1) a frame of their stack may be lost, (2)
     s_{t+n} was not stored, since the episode was truncated, or (3) s_{t+n} is still to come.
@@ -429,9 +430,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     sizes = (N, args.n_step, args.frame_stack, args.batch_size, args.train_frequency)
     if min(*sizes, args.target_network_frequency, args.log_interval, args.checkpoint_interval) < 1:
         sys.exit("error: a size or interval is below 1")
-    first = max(args.learning_starts, N * (args.frame_stack + args.n_step))
-    if first > min(args.buffer_size, args.total_timesteps):
-        sys.exit(f"error: --learning-starts {first} is above --buffer-size or --total-timesteps")
+    needed = max(args.learning_starts, N * (args.frame_stack + args.n_step))
+    if needed > min(args.buffer_size, args.total_timesteps):
+        sys.exit(f"error: --buffer-size or --total-timesteps is below {needed}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     speed_up_cpu()
     seed_everything(args.seed, 0)

@@ -22,7 +22,7 @@ the agents' greedy actions form the greedy joint action, and acting needs no mix
     Q_a      agent_qs   (T+1, B, n, A)   values of each agent's actions
     Q_tot    q_tot      (P, 1)           value of the joint action (P steps, without padding);
                                          with `--mixer none` (P, n), values of the agents
-    y^tot    targets    (P, 1)           TD target, [QMIX] below Eq. (6); likewise
+    y^tot    targets    (P, 1)           TD target, [QMIX] below Eq. (6); same shape
     \theta   networks                    agent and mixer; \theta^- is target_networks
 
 Differences from the paper and from PyMARL, its implementation (reasons: docs/qmix_smac.md):
@@ -96,7 +96,7 @@ class Args:
     learning_rate: float = 1e-3  # step size
     anneal_lr: bool = True  # linearly to zero
     max_grad_norm: float = 10.0  # gradient clipping norm
-    test_interval: int = 20_000  # steps between tests, which reseed
+    test_interval: int = 20_000  # steps between tests; a test reseeds
     test_nepisode: int = 32  # greedy episodes of a test
     log_interval: int = 2_000  # steps
 
@@ -171,7 +171,7 @@ def make_smax(map_name: str) -> tuple:
     def observe(key, state) -> tuple:
         obs = jnp.stack([*env.get_all_unit_obs(state).values()])  # (units, O), allies first
         avail_actions = jnp.stack([*env.get_avail_actions(state).values()]).astype(bool)
-        # What units observe of themselves is scaled, unlike SMAX's state
+        # Units' own features are in [0, 1], unlike SMAX's state
         features = obs[:, -len(env.own_features) :].clip(0, 1).ravel()
         types = state.state.unit_types / (env.unit_type_bits - 1)
         world = jnp.concatenate([features, state.state.unit_teams, types])

@@ -292,7 +292,7 @@ def test_exploration_and_what_is_logged(tmp_path):
     assert [message[:2] for message in tape.messages if message[1]] == expected != []
     assert {row["sampled"] for row in tape.steps} == {0, 1, 2, 3}  # all actions are explored
     losses = [(step, tags) for step, _, tags in tape.messages if tags]
-    assert [step for step, _ in losses] == [update["steps"] for update in tape.updates][6::7]
+    assert [step for step, _ in losses] == [update["steps"] for update in tape.updates][::7]
     for _, tags in losses:
         assert 0 < tags["losses"]["entropy"] < np.log(4) + 1e-6
         assert tags["charts"]["learning_rate"] == 1e-4
@@ -390,13 +390,14 @@ def test_what_workers_start_from(tmp_path, monkeypatch):
     for i, x in enumerate(states(saved)):
         x.fill_(i)
     checkpoint = {"agent": agent.state_dict(), "optimizer": saved.state_dict()}
-    checkpoint |= {"global_step": 50, "seconds": 1.0, "args": {"learning_rate": 1e-4}}
-    flags = dict(optimizer="rmsprop", learning_rate=0.5)
-    model, optimizer, steps = start("again", checkpoint, **flags)
+    checkpoint |= {"global_step": 50, "seconds": 1.0, "args": vars(a3c.Args(optimizer="rmsprop"))}
+    model, optimizer, steps = start("again", checkpoint, optimizer="rmsprop", learning_rate=0.5)
     assert_same(dict(model.state_dict()), dict(agent.state_dict()))
     assert_same(states(optimizer), states(saved))
     assert isinstance(optimizer, a3c.SharedRMSprop) and steps.sum() == 50
     assert optimizer.param_groups[0].items() >= {"lr": pytest.approx(0.5), **RMSPROP}.items()
+    with pytest.raises(SystemExit, match="--optimizer"):
+        a3c.train(a3c.Args(optimizer="adam"), tmp_path / "other", checkpoint)
 
 
 @pytest.mark.quick
