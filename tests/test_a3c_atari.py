@@ -397,7 +397,7 @@ def test_what_workers_start_from(tmp_path, monkeypatch):
     assert isinstance(optimizer, a3c.SharedRMSprop) and steps.sum() == 50
     assert optimizer.param_groups[0].items() >= {"lr": pytest.approx(0.5), **RMSPROP}.items()
     with pytest.raises(SystemExit, match="--optimizer"):
-        a3c.train(a3c.Args(optimizer="adam"), tmp_path / "other", checkpoint)
+        a3c.train(a3c.Args(**SMALL), tmp_path / "other", checkpoint)
 
 
 @pytest.mark.quick
