@@ -399,9 +399,9 @@ def actor_learner(
                     obs = torch.as_tensor(current_obs[None], device=device)
                     logits, _, lstm_state = local_model(obs, lstm_state)
                     actions = logits[0].softmax(-1).multinomial(1)[:, 0].cpu().numpy()
-                obs, next_obs, rewards, terminations, truncations, _ = envs.step(actions)
+                new_obs, next_obs, rewards, terminations, truncations, _ = envs.step(actions)
                 rollout.append((current_obs, actions, policy_mask, rewards))
-                current_obs, done = obs, terminations[0] or truncations[0]
+                current_obs, done = new_obs, terminations[0] or truncations[0]
                 if envs.episodes:
                     messages.put((global_step + len(rollout), envs.episodes, {}))
 
