@@ -117,7 +117,7 @@ def make_env(args: Args, video_folder: Path | None) -> gym.Env:
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
     if "mujoco" in str(gym.registry.get(args.env_id)):
-        import mujoco  # Trap: it warns in a file
+        import mujoco  # Trap: it logs to a file
 
         mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
     env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
@@ -246,7 +246,7 @@ class Agent(nn.Module):
         super().__init__()
         self.actor = mlp(obs_dim, action_dim, 0.01)  # Detail: small means
         self.critic = mlp(obs_dim, 1, 1.0)
-        self.log_std = nn.Parameter(torch.full((action_dim,), log_std_init))
+        self.log_std = nn.Parameter(torch.ones(action_dim) * log_std_init)
 
     def policy(self, obs: Tensor) -> Independent:
         """pi(.|s) for obs (..., D): a diagonal Gaussian, with log-probabilities (...)."""

@@ -38,7 +38,7 @@ SMALL = {
 }
 # How often the host may wait for the GPU: per step of all environments, per gradient step, once
 WAITS = {
-    "ppo_continuous": (1, 5, 0),  # eight metrics and two arrays of GAE in two minibatches
+    "ppo_continuous": (1, 4, 0),  # eight metrics in two minibatches
     "a2c_atari": (1, 1, 5),  # whether the gradient is finite
     "a3c_atari": (1, 19, 0),  # 16 gradients; whether they are finite; two checks by Categorical
     "dqn_per_atari": (1, 4, 0),  # priorities, and three metrics
