@@ -339,7 +339,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     run = Run(args, folder, checkpoint, parts, last_step)
     if checkpoint:
         for group, lr in zip(optimizer.param_groups, learning_rates):
-            scaled = group["lr"] * args.learning_rate / checkpoint["args"]["learning_rate"]
+            scaled = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
             group["lr"] = lr if checkpoint["args"]["anneal_lr"] else scaled
 
     while global_step < last_step:

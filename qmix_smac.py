@@ -520,7 +520,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if checkpoint["args"]["optimizer"] != args.optimizer:
             sys.exit("error: --optimizer cannot change on resuming")
         for group, lr in zip(optimizer.param_groups, learning_rates):
-            scaled = group["lr"] * args.learning_rate / checkpoint["args"]["learning_rate"]
+            scaled = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
             group["lr"] = lr if checkpoint["args"]["anneal_lr"] else scaled
 
     while global_step < last_step:
