@@ -337,13 +337,13 @@ def test_a_scheduled_learning_rate_is_kept_and_resumes(tmp_path, monkeypatch):
     class Decaying(torch.optim.Adam):
         def step(self, *args):
             super().step(*args)
-            self.param_groups[0]["lr"] *= 0.9
+            self.param_groups[0]["lr"] *= 0.5
 
     monkeypatch.setattr(torch.optim, "Adam", Decaying)
     whole = assert_resumes(ppo, tmp_path, **SMALL, anneal_lr=False, learning_rate=1e-4)
     later = resume(ppo, whole, tmp_path / "later", total_timesteps=768, learning_rate=6e-4)
     optimizer = load(max(later.glob("checkpoint_*")))["optimizer"]
-    assert optimizer["param_groups"][0]["lr"] == pytest.approx(6e-4 * 0.9**24, rel=1e-9)
+    assert optimizer["param_groups"][0]["lr"] == pytest.approx(6e-4 * 0.5**24, rel=1e-9)
 
 
 def test_changes_train_and_resume_exactly_and_compiled(tmp_path, monkeypatch, capsys):
