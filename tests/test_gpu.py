@@ -40,7 +40,7 @@ SMALL = {
 WAITS = {
     "ppo_continuous": (1, 4, 0),  # eight metrics in two minibatches
     "a2c_atari": (1, 1, 5),  # whether the gradient is finite
-    "a3c_atari": (1, 19, 0),  # 16 gradients; whether they are finite; two checks by Categorical
+    "a3c_atari": (1, 19, 8),  # 16 gradients, if finite; two checks by Categorical; metrics, twice
     "dqn_per_atari": (1, 4, 0),  # priorities, and three metrics
     "qmix_smac": (2, 5, 5),  # Categorical checks its argument; three masks, the gradient
 }
