@@ -212,7 +212,8 @@ class Smax(VectorEnv):
     def step(self, actions: np.ndarray) -> tuple:
         self.simulators, observations, final, *results = self._step(self.simulators, actions)
         rewards, dones, won = map(np.array, results)
-        info = {"final_obs": list(zip(*map(np.array, final))), "final_info": {"won": won}}
+        final = [np.array(x) for x in final]
+        info = {"final_obs": list(zip(*final)), "final_info": {"won": won}}
         # Detail: the time limit is a defeat, hence a termination
         return observations, rewards, dones, np.zeros_like(dones), info
 
@@ -258,7 +259,7 @@ class Environments:
         self.video_folder, self.frames = video_folder, []
 
     def observe(self, observations: tuple) -> None:
-        dtypes = (np.float32, np.float32, bool)  # copies, as environments may reuse arrays
+        dtypes = (np.float32, np.float32, bool)  # copies: environments may reuse arrays
         self.obs, self.state, self.avail_actions = map(np.array, observations, dtypes)
 
     def step(self, actions: np.ndarray) -> np.ndarray:
@@ -369,7 +370,7 @@ class Networks(nn.Module):
 
 
 class EpisodeReplay:
-    """The last `buffer_size` episodes, and the numbers of updates due and made."""
+    """The last `buffer_size` episodes, and counts of updates due and made."""
 
     def __init__(self, buffer_size: int) -> None:
         self.episodes, self.updates_due, self.num_updates = deque(maxlen=buffer_size), 0.0, 0
@@ -384,8 +385,9 @@ class EpisodeReplay:
         return Episode(*map(pad_sequence, zip(*episodes)))
 
     def state_dict(self) -> dict:
-        torch.save([tuple(episode) for episode in self.episodes], file := io.BytesIO())
-        content = bytearray(zlib.compress(file.getbuffer(), level=1))  # to about a tenth
+        file = io.BytesIO()
+        torch.save([tuple(episode) for episode in self.episodes], file)
+        content = bytearray(zlib.compress(file.getbuffer(), level=1))  # to a tenth
         episodes = torch.frombuffer(content, dtype=torch.uint8)
         counts = {"updates_due": self.updates_due, "num_updates": self.num_updates}
         return counts | {"episodes": episodes}
@@ -535,7 +537,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         progress = min(1, global_step / max(args.epsilon_anneal_time, 1))
         epsilon = 1 + progress * (args.epsilon_finish - 1)
 
-        # Take one step in each environment
+        # Step each environment
         actions, hidden = select_actions(networks.agent, envs, hidden, epsilon)
         dones = envs.step(actions)
         hidden[dones] = 0
