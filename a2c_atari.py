@@ -35,8 +35,8 @@ Differences from some implementations (reasons: docs/a2c_atari.md):
   * [A3C] anneals the learning rate (`--anneal-lr`), sums where this averages, weights the squared
     value error by 1 (here 0.5), has a smaller network in Suppl. Sec. 8, and does not name the norm
     to which it clips gradients (Sec. 5.1).
-  * The value of a truncated episode's final observation (whose newest frame is stale in ale-py
-    0.12.1) is added to its last reward ([TIME]).
+  * The discounted value of a truncated episode's final observation (whose newest frame is stale
+    in ale-py 0.12.1) is added to its last reward ([TIME]).
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
     python a2c_atari.py --env-id BreakoutNoFrameskip-v4  # writes runs/BreakoutNoFrameskip-v4__...
@@ -82,23 +82,23 @@ class Args:
     num_envs: int = 16  # N: parallel environments
     num_steps: int = 5  # t_max: steps per environment and update
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 1.0  # lambda of the lambda-return; 1: n-step returns, the paper's
+    gae_lambda: float = 1.0  # lambda of the lambda-return; 1: n-step returns, as in the paper
     episodic_life: bool = True  # a lost life is a termination
     bootstrap_truncation: bool = True  # bootstrap at truncation
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the squared value error
     learning_rate: float = 7e-4  # RMSprop's step size
-    anneal_lr: bool = False  # anneal the learning rate to zero
+    anneal_lr: bool = False  # anneal linearly to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
     rmsprop_alpha: float = 0.99  # decay rate of the mean squared gradient; ignored on resuming
     rmsprop_eps: float = 1e-5  # inside the root (--torch-rmsprop: outside); ignored on resuming
     torch_rmsprop: bool = False  # use PyTorch's RMSprop; must not change on resuming
     frame_stack: int = 4  # frames per observation
     conv3_filters: int = 64  # filters of the third convolution
-    bf16: bool = False  # compute in bfloat16 (on some processors far slower)
+    bf16: bool = False  # bfloat16: faster on some CPUs, slower on others
     greedy: bool = False  # evaluate with greedy actions
     env_threads: int = 0  # emulator threads (0: one per core)
-    log_interval: int = 100  # updates between logs of losses
+    log_interval: int = 100  # updates between logged losses
 
     exp_name: str = Path(__file__).stem
     seed: int = 1  # seed of all generators
@@ -113,9 +113,9 @@ class Args:
     upload_model: bool = False  # to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 500_000  # steps
-    run_folder: str | None = None  # start or resume the run in this folder
-    resume: str | None = None  # the run in this folder
-    evaluate: str | None = None  # this model or run folder
+    run_folder: str | None = None  # start or resume in this folder
+    resume: str | None = None  # run folder to resume
+    evaluate: str | None = None  # model or run folder to evaluate
     eval_episodes: int = 10
 
 
@@ -137,7 +137,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
         repeat_action_probability=spec.kwargs["repeat_action_probability"],
         frameskip=4,
         maxpool=True,  # over the last two frames, because sprites flicker ([DQN] Methods)
-        stack_num=args.frame_stack,  # of 84 x 84 pixels in gray
+        stack_num=args.frame_stack,  # 84 x 84, grayscale
         noop_max=30,
         use_fire_reset=True,
         max_num_frames_per_episode=108_000,  # 30 minutes of play
@@ -150,7 +150,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
 class AtariEnvs:
     """Parallel Atari games that press FIRE on the first step of each life.
 
-    `fire` (N,) marks where the next step presses FIRE; `executed_actions` (N,) are the last step's.
+    `fire` (N,) marks games whose next action is FIRE; `executed_actions` (N,) is what was executed.
     `episodes` maps each environment whose episode just ended to its (unclipped return, length).
     """
 
@@ -175,10 +175,10 @@ class AtariEnvs:
         return obs.copy()
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Returns the observations to act on, the next observations (final ones at an episode's
-        end), rewards clipped to their sign, terminations, truncations, and info.
+        """Step with actions (N,). Returns obs to act on, next_obs (final ones at an episode's
+        end), rewards clipped to their sign, terminations, truncations, info.
         """
-        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions may undo it
+        # Detail: the emulator's own FIRE at a reset lasts one frame; sticky actions may override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
         obs, rewards, *ends, info = self.envs.step(self.executed_actions)
         terminations, truncations = np.array(ends, bool)
@@ -302,7 +302,7 @@ class RMSprop(torch.optim.Optimizer):
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: tuple, args: Args) -> dict:
-    """Take one gradient step on a rollout, the tensors of a2c_loss. Returns metrics."""
+    """Take one gradient step on a rollout, the four tensors of `a2c_loss`. Returns metrics."""
     loss, metrics = a2c_loss(*rollout, args)
     optimizer.zero_grad()
     loss.backward()
@@ -340,7 +340,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
-            seed = seed_everything(args.seed, global_step)  # the same at a resume
+            seed = seed_everything(args.seed, global_step)  # same when resuming
             obs = envs.reset(seed, folder / "videos" / str(global_step))
         if args.anneal_lr:
             for group, lr in zip(optimizer.param_groups, learning_rates):
@@ -371,7 +371,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 last_value = agent(torch.from_numpy(obs).to(device))[1].view(N)
 
         # Compute the returns: [A3C] Alg. S3, R = r_i + gamma R
-        logprobs, values, entropies = map(torch.stack, (logprobs, values, entropies))
+        logprobs, values = torch.stack(logprobs), torch.stack(values)
+        entropies = torch.stack(entropies)
         rewards, dones = torch.from_numpy(rewards).to(device), torch.from_numpy(dones).to(device)
         returns = compute_returns(rewards, values, last_value, dones, args.gamma, args.gae_lambda)
 
@@ -413,7 +414,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs.envs.close()
     if len(ended) < args.eval_episodes:
         print(f"note: episodes cut off after {EVAL_STEPS} steps")
-    returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
+    returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
 
@@ -444,12 +445,13 @@ def write_file(path: Path, content: dict) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Load a checkpoint, a model, or a run folder's newest intact checkpoint."""
-    for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
+    """Load a .pt file, or a run folder's newest intact checkpoint."""
+    files = sorted(path.glob("checkpoint_*.pt"))[::-1] if path.is_dir() else [path]
+    for file in files:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
-                raise OSError("damaged or of another script")  # Trap: torch.load does not check
+                raise OSError("damaged or another script's")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
             print(f"note: {file} is not a checkpoint of {SCRIPT}.py: {error}")
@@ -457,7 +459,7 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """Logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
+    """Logs a run, saves its `parts` by state_dict, and loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
@@ -517,7 +519,7 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; delete all but the one before it."""
+        """Write a checkpoint; keep it and the one before."""
         if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
         self.saves_since_episode += 1

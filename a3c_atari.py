@@ -79,7 +79,7 @@ class Args:
     """Asynchronous advantage actor-critic on Atari."""
 
     env_id: str = "PongDeterministic-v4"  # NameDeterministic-v4, or ALE/Name-v5 (sticky actions)
-    total_timesteps: int = 10_000_000  # steps of all workers (four frames)
+    total_timesteps: int = 10_000_000  # agent steps (four frames) of all workers
     num_workers: int = 4  # processes that act and learn
     num_steps: int = 20  # t_max: steps of a worker between updates
     gamma: float = 0.99  # discount factor
@@ -87,9 +87,9 @@ class Args:
     ent_coef: float = 0.01  # beta: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss, which includes a factor 1/2
     max_grad_norm: float = 50.0  # gradient clipping norm
-    optimizer: Literal["adam", "rmsprop"] = "adam"  # or the paper's RMSprop
+    optimizer: Literal["adam", "rmsprop"] = "adam"  # rmsprop is the paper's
     learning_rate: float = 1e-4  # step size
-    anneal_lr: bool = False  # anneal the learning rate to zero
+    anneal_lr: bool = False  # anneal linearly to zero
     lstm: bool = True  # one frame and an LSTM (--no-lstm: four frames and none)
     max_episode_length: int = 27_000  # steps after which an episode is truncated
     log_interval: int = 100  # updates of worker 0 between logged losses
@@ -107,9 +107,9 @@ class Args:
     upload_model: bool = False  # to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 500_000  # steps
-    run_folder: str | None = None  # start or resume the run in this folder
-    resume: str | None = None  # the run in this folder
-    evaluate: str | None = None  # this model or run folder
+    run_folder: str | None = None  # start or resume in this folder
+    resume: str | None = None  # run folder to resume
+    evaluate: str | None = None  # model or run folder to evaluate
     eval_episodes: int = 10
 
 
@@ -146,7 +146,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
 class AtariEnvs:
     """Parallel Atari games that press FIRE on the first step of each life.
 
-    `fire` (N,) marks where the next step presses FIRE; `executed_actions` (N,) are the last step's.
+    `fire` (N,) marks games whose next action is FIRE; `executed_actions` (N,) is what was executed.
     `episodes` maps each environment whose episode just ended to its (unclipped return, length).
     """
 
@@ -171,10 +171,10 @@ class AtariEnvs:
         return obs.copy()
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Returns the observations to act on, the next observations (final ones at an episode's
-        end), rewards clipped to their sign, terminations, truncations, and info.
+        """Step with actions (N,). Returns obs to act on, next_obs (final ones at an episode's
+        end), rewards clipped to their sign, terminations, truncations, info.
         """
-        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions may undo it
+        # Detail: the emulator's own FIRE at a reset lasts one frame; sticky actions may override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
         obs, rewards, *ends, info = self.envs.step(self.executed_actions)
         terminations, truncations = np.array(ends, bool)
@@ -225,7 +225,7 @@ class Agent(nn.Module):
         for name, parameter in self.named_parameters():
             if "bias" in name:
                 nn.init.zeros_(parameter)
-            elif "lstm" not in name and parameter.dim() > 1:  # Detail: the policy nearly uniform
+            elif "lstm" not in name and parameter.dim() > 1:  # Detail: nearly uniform policy
                 gain = {"policy_head.weight": 0.01, "value_head.weight": 1.0}.get(name, 2**0.5)
                 nn.init.orthogonal_(parameter, gain)
         self.to(memory_format=torch.channels_last)  # faster convolutions
@@ -287,7 +287,7 @@ def a3c_loss(agent: Agent, rollout: list, args: Args) -> tuple[Tensor, dict]:
 
 
 class SharedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state is made at the start, to be shared, and updated in place."""
+    """State is made at once, to be shared. Subclasses: `make_state`, and `update` in place."""
 
     def __init__(self, params, lr: float, **defaults) -> None:
         super().__init__(params, {"lr": lr, **defaults})
@@ -315,7 +315,7 @@ class SharedAdam(SharedOptimizer):
 
     By Cauchy-Schwarz the quotient is below `bound`, 7.3 for betas (0.9, 0.999). But m may hold the
     gradient of a worker that writes at the same time while v does not yet: an early step could be
-    thousands of times too long and destroy the model.
+    thousands of times too long, so the quotient is clipped.
     """
 
     def make_state(self, p: Tensor) -> dict:
@@ -366,7 +366,7 @@ def actor_learner(
     rank: int, args: Args, folder: Path, shared_model, optimizer, steps, start_steps, messages
 ) -> None:
     """Worker `rank`, [A3C] Alg. S3. All workers share the model, the optimizer's state and the
-    `steps` that each has taken, without a lock ([HOG]). At a checkpoint each sets
+    `steps` each has taken (sum: global step), without a lock ([HOG]). At a checkpoint each sets
     `start_steps[rank]` to -1, and waits until `train` writes the global step there.
     """
     prepare_worker(args)
@@ -381,7 +381,7 @@ def actor_learner(
         global_step = int(start_steps[rank])
         if global_step >= args.total_timesteps:
             return
-        seed = seed_everything(args.seed, global_step, 2 + rank)  # the same at a resume
+        seed = seed_everything(args.seed, global_step, 2 + rank)  # same when resuming
         videos = folder / "videos" / str(global_step) if rank == 0 else None
         current_obs = envs.reset(seed, videos)
         lstm_state, updates = local_model.initial_state(1), 0
@@ -416,8 +416,8 @@ def actor_learner(
             rollout = [torch.as_tensor(np.stack(x), device=device) for x in zip(*rollout)]
             rollout += [first_state, bootstrap]  # gradients stop at first_state
             if args.anneal_lr:
-                for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-                    group["lr"] = learning_rate * (1 - global_step / args.total_timesteps)
+                for group, lr in zip(optimizer.param_groups, learning_rates):
+                    group["lr"] = lr * (1 - global_step / args.total_timesteps)
             metrics = update(local_model, shared_model, optimizer, rollout, args)
             global_step = int(steps.sum())
             if rank == 0 and updates % args.log_interval == 0:
@@ -513,7 +513,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs.envs.close()
     if len(ended) < args.eval_episodes:
         print(f"note: episodes cut off after {EVAL_STEPS} steps")
-    returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
+    returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
 
@@ -544,12 +544,13 @@ def write_file(path: Path, content: dict) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Load a checkpoint, a model, or a run folder's newest intact checkpoint."""
-    for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
+    """Load a .pt file, or a run folder's newest intact checkpoint."""
+    files = sorted(path.glob("checkpoint_*.pt"))[::-1] if path.is_dir() else [path]
+    for file in files:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
-                raise OSError("damaged or of another script")  # Trap: torch.load does not check
+                raise OSError("damaged or another script's")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
             print(f"note: {file} is not a checkpoint of {SCRIPT}.py: {error}")
@@ -557,7 +558,7 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """Logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
+    """Logs a run, saves its `parts` by state_dict, and loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
@@ -617,7 +618,7 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; delete all but the one before it."""
+        """Write a checkpoint; keep it and the one before."""
         if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
         self.saves_since_episode += 1

@@ -31,7 +31,8 @@ of the network estimates.
 Differences from common implementations and the papers (reasons: docs/dqn_per_atari.md):
   * The target network is synced every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 2,500).
   * Adam and its settings are labml's.
-  * Rewards are clipped, priorities are not. Weights are divided by the minibatch's largest.
+  * Rewards are clipped, priorities are not. Importance weights are divided by the minibatch's
+    largest.
   * Truncation is not termination: the n transitions before it are never drawn, since the buffer
     lacks the final observation to bootstrap from.
   * The streams of 256 units share a layer of 512. [DUEL]: two of 512, and scaled gradients.
@@ -88,10 +89,10 @@ class Args:
     gamma: float = 0.99  # discount factor
     n_step: int = 1  # n: rewards summed before the bootstrap
     double: bool = True  # double Q-learning, [DDQN]
-    dueling: bool = True  # a value and an advantage stream in the network
+    dueling: bool = True  # separate value and advantage streams
     prioritized: bool = True  # draw minibatches by priority
     per_alpha: float = 0.6  # alpha: priority exponent
-    per_beta: float = 0.4  # initial beta, annealed linearly to 1
+    per_beta: float = 0.4  # beta: importance exponent, annealed to 1
     start_epsilon: float = 1.0  # initial probability of a random action
     end_epsilon: float = 0.01  # final probability of a random action
     exploration_fraction: float = 0.025  # part of the run over which epsilon is annealed
@@ -118,9 +119,9 @@ class Args:
     upload_model: bool = False  # to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 250_000  # steps
-    run_folder: str | None = None  # start or resume the run in this folder
-    resume: str | None = None  # the run in this folder
-    evaluate: str | None = None  # this model or run folder
+    run_folder: str | None = None  # start or resume in this folder
+    resume: str | None = None  # run folder to resume
+    evaluate: str | None = None  # model or run folder to evaluate
     eval_episodes: int = 10
 
 
@@ -142,7 +143,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
         repeat_action_probability=spec.kwargs["repeat_action_probability"],
         frameskip=4,
         maxpool=True,  # over the last two frames, because sprites flicker ([DQN] Methods)
-        stack_num=args.frame_stack,  # of 84 x 84 pixels in gray
+        stack_num=args.frame_stack,  # 84 x 84, grayscale
         noop_max=30,
         use_fire_reset=True,
         max_num_frames_per_episode=108_000,  # 30 minutes of play
@@ -155,7 +156,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
 class AtariEnvs:
     """Parallel Atari games that press FIRE on the first step of each life.
 
-    `fire` (N,) marks where the next step presses FIRE; `executed_actions` (N,) are the last step's.
+    `fire` (N,) marks games whose next action is FIRE; `executed_actions` (N,) is what was executed.
     `episodes` maps each environment whose episode just ended to its (unclipped return, length).
     """
 
@@ -180,10 +181,10 @@ class AtariEnvs:
         return obs.copy()
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Returns the observations to act on, the next observations (final ones at an episode's
-        end), rewards clipped to their sign, terminations, truncations, and info.
+        """Step with actions (N,). Returns obs to act on, next_obs (final ones at an episode's
+        end), rewards clipped to their sign, terminations, truncations, info.
         """
-        # Detail: the emulator's own FIRE at a reset lasts one frame, and sticky actions may undo it
+        # Detail: the emulator's own FIRE at a reset lasts one frame; sticky actions may override it
         self.executed_actions = np.where(self.fire, self.fire_action, actions)
         obs, rewards, *ends, info = self.envs.step(self.executed_actions)
         terminations, truncations = np.array(ends, bool)
@@ -300,7 +301,7 @@ class Priorities:
         return nodes - 2**self.depth
 
     def add(self, rows, valid) -> None:
-        """Give rows (K,) the maximum priority so far, [PER] Alg. 1, line 6, or 0."""
+        """Give valid rows (K,) the maximum priority so far, [PER] Alg. 1, line 6, others 0."""
         self.set(rows, valid * self.max_priority**self.alpha)
 
     def draw(self, batch_size: int, beta: float):
@@ -313,7 +314,7 @@ class Priorities:
         return rows, (leaves / leaves.min()) ** -beta  # M (rows) and the sum cancel
 
     def update(self, rows, td_errors) -> None:
-        """p_i = |delta_i| + 1e-6 for rows (B,), [PER] Alg. 1, line 12."""
+        """Set p_i = |delta_i| + 1e-6 for rows (B,), [PER] Sec. 3.3."""
         priorities = np.abs(td_errors.astype(float)) + 1e-6
         self.set(rows, priorities**self.alpha)
         self.max_priority = max(self.max_priority, float(priorities.max()))
@@ -345,9 +346,9 @@ class Replay:
         self.count = 0  # rows ever written
         self.settings = [args.env_id, rows, args.num_envs, args.n_step, self.priorities.alpha]
 
-    def later(self, rows, steps):
-        """The rows of the same environments `steps` steps later."""
-        return (rows + steps * self.num_envs) % self.num_rows
+    def later(self, rows, k):
+        """The rows of the same environments k steps later."""
+        return (rows + k * self.num_envs) % self.num_rows
 
     def add(self, obs, actions, rewards, terminations, ages) -> None:
         """Store a step of all environments: s_t (N, frame_stack, ...), the others (N,)."""
@@ -390,7 +391,7 @@ class Replay:
 
     def load_state_dict(self, state: dict) -> None:
         if state["settings"] != self.settings:
-            sys.exit("error: the replay is of another game, size, n, alpha, or number of envs")
+            sys.exit("error: the replay differs in game, size, n, alpha, or number of envs")
         self.count, self.priorities.max_priority = state["count"], state["max_priority"]
         decompress(state["frames"], self.frames[: self.count])
         for name in self.ARRAYS:
@@ -457,7 +458,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
             run.save_checkpoint(global_step)
-            seed = seed_everything(args.seed, global_step)  # the same at a resume
+            seed = seed_everything(args.seed, global_step)  # same when resuming
             obs = envs.reset(seed, folder / "videos" / str(global_step))
         fraction = global_step / last_step
         annealed = min(1, fraction / max(args.exploration_fraction, 1e-9))
@@ -474,7 +475,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         global_step += N
         run.log_episodes(global_step, envs.episodes)
 
-        # Learn from minibatches: [PER] Alg. 1, lines 8 to 15
+        # Learn from minibatches: [PER] Alg. 1, lines 7 to 15
         due = global_step // args.train_frequency - (global_step - N) // args.train_frequency
         if replay.count < args.learning_starts or replay.nodes[1] == 0:
             due = 0
@@ -493,8 +494,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if global_step % args.target_network_frequency < N:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
-        metrics = {}
-        for name in updates[0] if updates else ():
+        metrics = dict(updates[0]) if updates else {}
+        for name in metrics:
             metrics[name] = float(sum(m[name] for m in updates)) / len(updates)
         if not math.isfinite(sum(metrics.values()) + replay.nodes[1]):
             raise FloatingPointError(f"loss, gradient or priority not finite at step {global_step}")
@@ -526,7 +527,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs.envs.close()
     if len(ended) < args.eval_episodes:
         print(f"note: episodes cut off after {EVAL_STEPS} steps")
-    returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
+    returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
 
@@ -540,7 +541,7 @@ def check_memory(needed: int) -> None:
 
 
 def compress(frames: np.ndarray) -> list[Tensor]:
-    """Compress frames (K, H, ...) line by line, as lines hardly change."""
+    """Compress frames (K, H, ...) by pixel row, which hardly changes over time."""
     with ThreadPoolExecutor(8) as pool:
         packed = pool.map(lambda line: zlib.compress(line.copy(), 1), frames.swapaxes(0, 1))
         return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
@@ -577,12 +578,13 @@ def write_file(path: Path, content: dict) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Load a checkpoint, a model, or a run folder's newest intact checkpoint."""
-    for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
+    """Load a .pt file, or a run folder's newest intact checkpoint."""
+    files = sorted(path.glob("checkpoint_*.pt"))[::-1] if path.is_dir() else [path]
+    for file in files:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
-                raise OSError("damaged or of another script")  # Trap: torch.load does not check
+                raise OSError("damaged or another script's")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
             print(f"note: {file} is not a checkpoint of {SCRIPT}.py: {error}")
@@ -590,7 +592,7 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """Logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
+    """Logs a run, saves its `parts` by state_dict, and loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
@@ -650,7 +652,7 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; delete all but the one before it."""
+        """Write a checkpoint; keep it and the one before."""
         if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
         self.saves_since_episode += 1

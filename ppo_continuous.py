@@ -8,7 +8,7 @@
 r"""Proximal policy optimization (PPO) for continuous control.
 
 Each iteration collects a batch of steps, estimates advantages with GAE, and takes several epochs
-of minibatch steps on a surrogate objective, which does not gain from a probability ratio outside
+of minibatch steps on a surrogate objective, which does not gain when the probability ratio leaves
 [1 - epsilon, 1 + epsilon].
 
 [PPO] Schulman et al. 2017, arXiv:1707.06347
@@ -18,7 +18,7 @@ of minibatch steps on a surrogate objective, which does not gain from a probabil
 
   symbol       variable    shape      meaning (T num_steps, N num_envs, B minibatch)
   s_t          obs         (T, N, D)  normalized observation
-  s_{t+1}      next_obs    (T, N, D)  observation that a_t led to, even at an end
+  s_{t+1}      next_obs    (T, N, D)  next observation, final at an episode's end
   a_t          actions     (T, N, A)  action, before clipping
   r_t          rewards     (T, N)     scaled reward
   V(s_t)       values      (T, N)     estimated value
@@ -71,7 +71,7 @@ class Args:
     env_id: str = "HalfCheetah-v4"  # needs a flat Box action space
     total_timesteps: int = 1_000_000  # rounded up to whole batches
     num_envs: int = 1  # N: parallel environments
-    num_steps: int = 2048  # T: steps of each environment per batch
+    num_steps: int = 2048  # T: steps per environment and batch
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of GAE
     update_epochs: int = 10  # K: epochs per batch
@@ -82,7 +82,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     ent_coef: float = 0.0  # c2: weight of the entropy bonus
     target_kl: float | None = None  # stop updating above this KL
-    learning_rate: float = 3e-4  # step size
+    learning_rate: float = 3e-4
     anneal_lr: bool = True  # linearly to zero
     max_grad_norm: float = 0.5  # gradient clipping norm
     log_std_init: float = 0.0  # initial log std
@@ -102,9 +102,9 @@ class Args:
     upload_model: bool = False  # to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 100_000  # steps
-    run_folder: str | None = None  # start or resume the run in this folder
-    resume: str | None = None  # the run in this folder
-    evaluate: str | None = None  # this model or run folder
+    run_folder: str | None = None  # start or resume in this folder
+    resume: str | None = None  # run folder to resume
+    evaluate: str | None = None  # model or run folder to evaluate
     eval_episodes: int = 10
 
 
@@ -130,10 +130,10 @@ def make_env(args: Args, video_folder: Path | None) -> gym.Env:
 
 
 def make_envs(args: Args, num_envs: int, video_folder: Path | None) -> VectorEnv:
-    """Make parallel environments. Replace this to train on a vectorized simulator.
+    """Make parallel environments. Replace this to train on something else.
 
     Requires NumPy arrays, flat Box spaces and SAME_STEP autoreset: at an episode's end, `step`
-    returns the next one's first observation; info["final_obs"], ["final_info"] hold the last.
+    returns the next one's first observation; info["final_obs"] holds the last.
     """
     env_fns = [lambda: make_env(args, None)] * num_envs
     env_fns[0] = lambda: make_env(args, video_folder)
@@ -177,7 +177,8 @@ class Environments:
         obs, actions = self.envs.single_observation_space, self.envs.single_action_space
         if [len(x.shape or ()) for x in (obs, actions)] != [1, 1] or actions.dtype.kind != "f":
             sys.exit(f"error: {args.env_id} lacks flat obs or flat float actions: {obs}, {actions}")
-        self.action_space, self.action_dim, self.obs_dim = actions, *actions.shape, *obs.shape
+        self.obs_dim, self.action_dim = obs.shape[0], actions.shape[0]
+        self.action_space = actions
         self.obs_stats, self.return_stats = RunningMeanStd((self.obs_dim,)), RunningMeanStd()
 
     def reset(self, seed: int, video_folder: Path) -> np.ndarray:
@@ -202,8 +203,8 @@ class Environments:
         terminations, truncations = np.array(ends, bool)  # also from integers
         self.returns += raw_rewards
         self.lengths += 1
-        rewards, dones, self.episodes = self.scale(raw_rewards), terminations | truncations, {}
-        final_obs = raw_obs.copy()
+        rewards, dones = self.scale(raw_rewards), terminations | truncations
+        final_obs, self.episodes = raw_obs.copy(), {}
         for i in np.flatnonzero(dones):
             self.episodes[i] = (self.returns[i], self.lengths[i])
             final_obs[i] = info["final_obs"][i]
@@ -345,7 +346,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
             run.save_checkpoint(global_step)
-            seed = seed_everything(args.seed, global_step)  # the same at a resume
+            seed = seed_everything(args.seed, global_step)  # same when resuming
             current_obs = envs.reset(seed, folder / "videos" / str(global_step))
         if args.anneal_lr:
             for group, lr in zip(optimizer.param_groups, learning_rates):
@@ -355,9 +356,9 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         steps = []
         for _ in range(args.num_steps):
             actions = act_fn(agent, current_obs, device)
-            obs, next_obs, rewards, terminations, truncations, info = envs.step(actions)
+            new_obs, next_obs, rewards, terminations, truncations, info = envs.step(actions)
             steps.append((current_obs, actions, next_obs, rewards, terminations, truncations))
-            current_obs = obs
+            current_obs = new_obs
             global_step += args.num_envs
             run.log_episodes(global_step, envs.episodes)
         rollout = [torch.from_numpy(np.stack(x)).to(device) for x in zip(*steps)]
@@ -373,11 +374,12 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         returns = advantages + values
 
         # K epochs of minibatches: [PPO] Alg. 1, line 6
-        batch = (obs, actions, logprobs, values, advantages, returns)
+        batch = [x.flatten(0, 1) for x in (obs, actions, logprobs, values, advantages, returns)]
         for _ in range(args.update_epochs):
-            order = torch.randperm(batch_size, device=device)
-            shuffled = [x.flatten(0, 1)[order].chunk(args.num_minibatches) for x in batch]
-            epoch = [update_fn(agent, optimizer, minibatch, args) for minibatch in zip(*shuffled)]
+            epoch = []
+            for rows in torch.randperm(batch_size, device=device).chunk(args.num_minibatches):
+                minibatch = tuple(x[rows] for x in batch)
+                epoch.append(update_fn(agent, optimizer, minibatch, args))
             metrics = {name: float(sum(m[name] for m in epoch)) / len(epoch) for name in epoch[0]}
             if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
                 break
@@ -414,7 +416,7 @@ def evaluate(args: Args, model: dict, folder: Path) -> list[float]:
     envs.envs.close()
     if len(ended) < args.eval_episodes:
         print(f"note: episodes cut off after {EVAL_STEPS} steps")
-    returns = [float(ended.get(i, [x])[0]) for i, x in enumerate(envs.returns)]
+    returns = [float(ended[i][0] if i in ended else x) for i, x in enumerate(envs.returns)]
     print(f"evaluation: {np.mean(returns):.2f} +- {np.std(returns):.2f}, {len(ended)} episodes")
     return returns
 
@@ -437,12 +439,13 @@ def write_file(path: Path, content: dict) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Load a checkpoint, a model, or a run folder's newest intact checkpoint."""
-    for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
+    """Load a .pt file, or a run folder's newest intact checkpoint."""
+    files = sorted(path.glob("checkpoint_*.pt"))[::-1] if path.is_dir() else [path]
+    for file in files:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
-                raise OSError("damaged or of another script")  # Trap: torch.load does not check
+                raise OSError("damaged or another script's")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
             print(f"note: {file} is not a checkpoint of {SCRIPT}.py: {error}")
@@ -450,7 +453,7 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """Logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
+    """Logs a run, saves its `parts` by state_dict, and loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
@@ -510,7 +513,7 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; delete all but the one before it."""
+        """Write a checkpoint; keep it and the one before."""
         if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
         self.saves_since_episode += 1

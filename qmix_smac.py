@@ -34,7 +34,7 @@ Differences from the paper and from PyMARL, its implementation (reasons: docs/qm
     battle's time limit as a termination. Truncations are bootstrapped (PyMARL: if reported).
   * Updates happen during unfinished episodes, so their hidden states are partly stale.
   * SMAX's rewards are scaled by 10, its state to [0, 1].
-  * Checkpoints reset environments and random generators, for exact resume (not of StarCraft II).
+  * Checkpoints reset the environments and reseed all generators: resuming SMAX is bit-exact.
 
     python qmix_smac.py --env-id 3m  # writes runs/3m__...
     python qmix_smac.py --resume runs/3m__...  # resumes a run
@@ -92,7 +92,7 @@ class Args:
     batch_size: int = 8  # B: episodes in a minibatch
     updates_per_episode: float = 1.0  # gradient steps per collected episode
     target_update_interval: int = 25  # updates between target network copies
-    optimizer: Literal["adam", "rmsprop"] = "adam"  # [TRICK]'s or [QMIX]'s
+    optimizer: Literal["adam", "rmsprop"] = "adam"  # adam [TRICK], rmsprop [QMIX]
     learning_rate: float = 1e-3  # step size
     anneal_lr: bool = True  # linearly to zero
     max_grad_norm: float = 10.0  # gradient clipping norm
@@ -113,9 +113,9 @@ class Args:
     upload_model: bool = False  # to the Hugging Face Hub
     hf_entity: str | None = None  # Hub user or organization
     checkpoint_interval: int = 250_000  # steps; checkpoints drop unfinished episodes
-    run_folder: str | None = None  # start or resume the run in this folder
-    resume: str | None = None  # the run in this folder
-    evaluate: str | None = None  # this model or run folder
+    run_folder: str | None = None  # start or resume in this folder
+    resume: str | None = None  # run folder to resume
+    evaluate: str | None = None  # model or run folder to evaluate
     eval_episodes: int = 32
 
 
@@ -171,7 +171,7 @@ def make_smax(map_name: str) -> tuple:
     def observe(key, state) -> tuple:
         obs = jnp.stack([*env.get_all_unit_obs(state).values()])  # (units, O), allies first
         avail_actions = jnp.stack([*env.get_avail_actions(state).values()]).astype(bool)
-        # Units' own features are in [0, 1], unlike SMAX's state
+        # Units' own features, clipped, replace SMAX's raw state
         features = obs[:, -len(env.own_features) :].clip(0, 1).ravel()
         types = state.state.unit_types / (env.unit_type_bits - 1)
         world = jnp.concatenate([features, state.state.unit_teams, types])
@@ -187,9 +187,10 @@ def make_smax(map_name: str) -> tuple:
         key, step_key = jax.random.split(simulator[0])
         actions = dict(zip(env.agents, actions))
         _, state, rewards, dones, _ = env.step_env(step_key, simulator[1], actions)
-        alive, done, after = state.state.unit_alive, dones["__all__"], observe(key, state)
+        alive, done = state.state.unit_alive, dones["__all__"]
         won = alive[:n].any() & ~alive[n:].any()
-        current = jax.tree.map(lambda new, old: jnp.where(done, new, old), reset(key), after)
+        after = observe(key, state)
+        current = jax.tree.map(lambda x, y: jnp.where(done, x, y), reset(key), after)
         return *current, after[1], 10 * rewards[env.agents[0]], done, won
 
     reset_all = jax.jit(jax.vmap(lambda seed: reset(jax.random.PRNGKey(seed))))
@@ -210,10 +211,11 @@ class Smax(VectorEnv):
         return observations, {}
 
     def step(self, actions: np.ndarray) -> tuple:
-        self.simulators, observations, final, *results = self._step(self.simulators, actions)
-        rewards, dones, won = map(np.array, results)
-        final = [np.array(x) for x in final]
-        info = {"final_obs": list(zip(*final)), "final_info": {"won": won}}
+        import jax
+
+        self.simulators, *results = self._step(self.simulators, actions)
+        observations, final_obs, rewards, dones, won = jax.device_get(results)
+        info = {"final_obs": list(zip(*final_obs)), "final_info": {"won": won}}
         # Detail: the time limit is a defeat, hence a termination
         return observations, rewards, dones, np.zeros_like(dones), info
 
@@ -379,10 +381,10 @@ class EpisodeReplay:
         self.episodes.extend(episodes)
 
     def sample(self, batch_size: int) -> Episode:
-        """A minibatch of different episodes."""
+        """A minibatch of different episodes, padded."""
         indices = torch.ones(len(self.episodes)).multinomial(batch_size)
         episodes = [self.episodes[i] for i in indices]
-        return Episode(*map(pad_sequence, zip(*episodes)))
+        return Episode(*(pad_sequence(x) for x in zip(*episodes)))
 
     def state_dict(self) -> dict:
         file = io.BytesIO()
@@ -505,10 +507,11 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     networks = Networks(args, envs.shape).to(device)
     target_networks = Networks(args, envs.shape).to(device)
     target_networks.load_state_dict(networks.state_dict())
-    adam = functools.partial(torch.optim.Adam, fused=True)
-    rmsprop = functools.partial(torch.optim.RMSprop, alpha=0.99, eps=1e-5)
-    optimizers = {"adam": adam, "rmsprop": rmsprop}
-    optimizer = optimizers[args.optimizer](networks.parameters(), args.learning_rate)
+    parameters = networks.parameters()
+    if args.optimizer == "adam":
+        optimizer = torch.optim.Adam(parameters, args.learning_rate, fused=True)
+    else:
+        optimizer = torch.optim.RMSprop(parameters, args.learning_rate, alpha=0.99, eps=1e-5)
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     replay = EpisodeReplay(args.buffer_size)
 
@@ -528,14 +531,14 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
             run.save_checkpoint(global_step)
-            seed = seed_everything(args.seed, global_step)  # the same at a resume
+            seed = seed_everything(args.seed, global_step)  # same when resuming
             envs.reset(seed, folder / "videos" / str(global_step) if args.capture_video else None)
             hidden, metrics = networks.agent.initial_hidden(N), {}
         if args.anneal_lr:
             for group, lr in zip(optimizer.param_groups, learning_rates):
                 group["lr"] = lr * (1 - global_step / last_step)
-        progress = min(1, global_step / max(args.epsilon_anneal_time, 1))
-        epsilon = 1 + progress * (args.epsilon_finish - 1)
+        annealed = min(1, global_step / max(args.epsilon_anneal_time, 1))
+        epsilon = 1 + annealed * (args.epsilon_finish - 1)
 
         # Step each environment
         actions, hidden = select_actions(networks.agent, envs, hidden, epsilon)
@@ -656,12 +659,13 @@ def write_file(path: Path, content: dict) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Load a checkpoint, a model, or a run folder's newest intact checkpoint."""
-    for file in sorted(path.glob("checkpoint_*.pt"), reverse=True) if path.is_dir() else [path]:
+    """Load a .pt file, or a run folder's newest intact checkpoint."""
+    files = sorted(path.glob("checkpoint_*.pt"))[::-1] if path.is_dir() else [path]
+    for file in files:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             if zipfile.ZipFile(file).testzip() or checkpoint["script"] != SCRIPT:
-                raise OSError("damaged or of another script")  # Trap: torch.load does not check
+                raise OSError("damaged or another script's")  # Trap: torch.load does not check
             return checkpoint
         except Exception as error:
             print(f"note: {file} is not a checkpoint of {SCRIPT}.py: {error}")
@@ -669,7 +673,7 @@ def load_checkpoint(path: Path) -> dict:
 
 
 class Run:
-    """Logs, checkpoints of `parts`, progress bar, result. Loads `checkpoint`."""
+    """Logs a run, saves its `parts` by state_dict, and loads `checkpoint`."""
 
     def __init__(self, args, folder: Path, checkpoint: dict | None, parts: dict, last_step: int):
         self.args, self.folder, self.parts = args, folder, parts
@@ -729,7 +733,7 @@ class Run:
         return header | {name: self.parts[name].state_dict() for name in names}
 
     def save_checkpoint(self, global_step: int) -> None:
-        """Write a checkpoint; delete all but the one before it."""
+        """Write a checkpoint; keep it and the one before."""
         if self.saves_since_episode == 1 and global_step < self.bar.total:
             print("note: no episode ended between checkpoints: raise --checkpoint-interval")
         self.saves_since_episode += 1

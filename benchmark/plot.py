@@ -275,8 +275,8 @@ def draw_overview(results: Path) -> Figure:
             axes.set_ylim(top=high + 0.4 * (high - low))
             axes.legend(handles, list(legend), loc="upper left", fontsize=6)
         axes.set_title(f"{TITLES[script]}, {env_id}")
-    words = "In parentheses: seeds.\nFewer than three: each seed.\nElse: the mean, from five on the\n"
-    words += (
+    words = (
+        "In parentheses: seeds.\nFewer than three: each seed.\nElse: the mean, from five on the\n"
         "interquartile mean, with a\n95% bootstrap interval.\nDashed lines, markers: published."
     )
     figure.text(0.72, 0.25, words, fontsize=7, va="center")
