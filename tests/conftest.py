@@ -1,10 +1,10 @@
 """Helpers of the tests: short runs of a script, in this process or another, and comparisons."""
 
-import importlib
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("ppo_continuous", "a2c_atari", "a3c_atari", "dqn_per_atari", "qmix_smac")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["WANDB_MODE"] = "disabled"
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
 torch.set_num_threads(1)  # before the fixtures that train, which are of wider scope than one_thread
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles faster
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process compiles, the others load
@@ -49,8 +50,8 @@ def patched(tmp_path_factory):
     def patch(script, name):
         folder = tmp_path_factory.mktemp(f"{script}_{name}")
         path = shutil.copy(ROOT / f"{script}.py", folder)
-        patch = ROOT / "variants" / script / f"{name}.patch"
-        subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
+        words = ["git", "apply", ROOT / f"variants/{script}/{name}.patch"]
+        subprocess.run(words, cwd=folder, check=True)
         return load_module(Path(path))
 
     return patch
@@ -84,8 +85,7 @@ def resume(module, folder: Path, new_folder: Path, **flags) -> Path:
     """Copy a run and resume it in this process, with changed flags. Returns the new folder."""
     shutil.copytree(folder, new_folder)
     checkpoint = module.load_checkpoint(Path(new_folder))
-    args = module.Args(**{**checkpoint["args"], **flags})
-    module.train(args, Path(new_folder), checkpoint)
+    module.train(module.Args(**checkpoint["args"] | flags), Path(new_folder), checkpoint)
     return Path(new_folder)
 
 
