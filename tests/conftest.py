@@ -146,8 +146,7 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=True)
-    events.Reload()
-    tags = events.Tags()["scalars"]
+    tags = events.Reload().Tags()["scalars"]
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
 
 

@@ -394,7 +394,7 @@ def test_what_workers_start_from(tmp_path, monkeypatch):
     model, optimizer, steps = start("again", checkpoint, optimizer="rmsprop", learning_rate=0.5)
     assert_same(dict(model.state_dict()), dict(agent.state_dict()))
     assert_same(states(optimizer), states(saved))
-    assert isinstance(optimizer, a3c.SharedRMSprop) and steps.sum() == 50
+    assert optimizer.defaults.items() >= {"lr": 0.5, **RMSPROP}.items() and steps.sum() == 50
     assert optimizer.param_groups[0].items() >= {"lr": pytest.approx(0.5), **RMSPROP}.items()
     with pytest.raises(SystemExit, match="--optimizer"):
         a3c.train(a3c.Args(**SMALL), tmp_path / "other", checkpoint)
@@ -446,9 +446,10 @@ def test_two_workers_to_the_end(tmp_path):
 def test_every_process_ends_with_a_cause_and_a_hint(tmp_path, fault):
     flags = f"{FLAGS} --total-timesteps 1000000 --checkpoint-interval 150".split()
     options = dict(cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    ignore = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if fault == "killed" else None
     if fault == "diverged":
         flags += ["--learning-rate", "1e30"]
-    process = subprocess.Popen(command("a3c_atari", *flags), **options)
+    process = subprocess.Popen(command("a3c_atari", *flags), preexec_fn=ignore, **options)
     if fault != "diverged":
         wait_for(lambda: list(tmp_path.glob("run/checkpoint_*[1-9]??.pt")), process)
     if fault in ("SIGKILL", "SIGINT"):  # a worker gets it
