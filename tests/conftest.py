@@ -95,8 +95,7 @@ def assert_resumes(module, folder: Path, **flags) -> Path:
     middle, last = sorted(whole.glob("checkpoint_*.pt"))
     killed.mkdir()
     shutil.copy(middle, killed)
-    again = resume(module, killed, folder / "again")
-    assert_same(load(again / last.name), load(last))
+    assert_same(load(resume(module, killed, folder / "again") / last.name), load(last))
     model = module.load_checkpoint(whole / "model.pt")
     returns = module.evaluate(module.Args(**model["args"]), model, whole)
     assert returns == json.loads((whole / "result.json").read_text())["episodic_return"]

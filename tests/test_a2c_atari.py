@@ -252,8 +252,7 @@ def test_seeds_checkpoints_and_flags_given_at_a_resume(finished, tmp_path, no_ev
     assert len(seeds) == len(set(seeds)) == 9, seeds
     names = sorted(path.name for path in folder.glob("checkpoint_*"))
     assert names == ["checkpoint_000000000070.pt", "checkpoint_000000000100.pt"]
-    flags = dict(learning_rate=1e-5, total_timesteps=110)
-    folder = resume(a2c, folder, tmp_path / "run", **flags)
+    folder = resume(a2c, folder, tmp_path / "run", learning_rate=1e-5, total_timesteps=110)
     (group,) = load(folder / "checkpoint_000000000110.pt")["optimizer"]["param_groups"]
     assert group["lr"] == pytest.approx(1e-5, rel=1e-12)
 

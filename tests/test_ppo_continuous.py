@@ -251,8 +251,7 @@ def test_a_trace_of_resets(monkeypatch):
         np.testing.assert_allclose(envs.discounted_returns, totals[2])
     assert "t" in info or "final_info" in info  # info reaches the caller
     assert envs.returns.any() and envs.reset(1, Path()) is not None and not envs.returns.any()
-    names = ("obs", "next_obs", "terminations", "truncations")
-    for name, column in zip(names, zip(*steps)):
+    for name, column in zip(("obs", "next_obs", "terminations", "truncations"), zip(*steps)):
         check(case, name, np.array(column).reshape(len(steps), 3))
 
 
@@ -464,7 +463,11 @@ def test_logged_losses_are_means_of_the_last_epoch(tmp_path, monkeypatch):
             assert log[f"losses/{name}"][step] == pytest.approx(float(value), 1e-4, 1e-6), name
 
 
-def test_training_that_diverges_stops_before_the_next_checkpoint(tmp_path, monkeypatch):
+def test_what_diverges_is_reported(tmp_path, monkeypatch, capsys):
+    env = ppo.make_env(ppo.Args(), None)
+    env.reset(seed=1)
+    env.step(np.full(6, np.nan))
+    assert "note: Nan, Inf or huge value in CTRL" in capsys.readouterr().out
     loss = ppo.ppo_loss
     monkeypatch.setattr(ppo, "ppo_loss", lambda *a: (loss(*a)[0] * np.nan, loss(*a)[1]))
     with pytest.raises(FloatingPointError, match="step 128"):

@@ -11,8 +11,7 @@ FILES = sorted((ROOT / "vectors").glob("*.json"))
 
 def test_regenerated_files_are_identical(tmp_path):
     """By Python's standard library alone: -S hides all other packages."""
-    words = [sys.executable, "-S", ROOT / "tools" / "make_vectors.py", tmp_path]
-    subprocess.run(words, check=True)
+    subprocess.run([sys.executable, "-S", ROOT / "tools" / "make_vectors.py", tmp_path], check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in FILES]
     for path in FILES:
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
