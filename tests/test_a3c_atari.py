@@ -268,8 +268,7 @@ def test_loss_and_gradient_of_a_rollout(precision):
 
 def test_the_network_sees_the_field_without_the_borders():
     """Pong's field has one gray value but for ball and paddles; its borders are much brighter."""
-    envs = a3c.make_atari(a3c.Args(), 1)
-    obs, _ = envs.reset(seed=np.array([1]))
+    obs, _ = a3c.make_atari(a3c.Args(), 1).reset(seed=np.array([1]))
     assert obs[0, 0, 16].mean() > 200 and obs[0, 0, 97].mean() > 200
     agent = a3c.Agent((1, 105, 80), 6, a3c.Args())
     for layer, gain in ((agent.policy_head, 0.01), (agent.value_head, 1), (agent.trunk[0], 2**0.5)):

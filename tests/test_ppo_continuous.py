@@ -444,7 +444,7 @@ def test_target_kl_takes_the_estimate_that_is_never_negative(tmp_path, monkeypat
     assert len(calls) == 2 * epochs * 2  # iterations, epochs, minibatches
 
 
-def test_logged_losses_are_means_of_the_last_epoch(tmp_path, monkeypatch):
+def test_logged_losses_and_episodes_are_means(tmp_path, monkeypatch):
     calls, batches, update, compute_gae = [], [], ppo.update, ppo.compute_gae
 
     def recorded_gae(rewards, values, *rest):
@@ -461,6 +461,9 @@ def test_logged_losses_are_means_of_the_last_epoch(tmp_path, monkeypatch):
         expected["explained_variance"] = 1 - advantages.var() / (advantages + values).var()
         for name, value in expected.items():
             assert log[f"losses/{name}"][step] == pytest.approx(float(value), 1e-4, 1e-6), name
+    run = SimpleNamespace(recent_returns=[], log=lambda *a: calls.append(a))
+    ppo.Run.log_episodes(run, 7, {0: (1.0, 3), 1: (5.0, 4)})
+    assert calls[-1] == (7, "charts", {"episodic_return": 3.0, "episodic_length": 3.5})
 
 
 def test_what_diverges_is_reported(tmp_path, monkeypatch, capsys):

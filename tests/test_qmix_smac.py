@@ -366,8 +366,7 @@ def test_the_log_says_what_happened(finished, tmp_path):
     assert sorted(result["battle_won"]) == first_wins(q.seed_everything(1, 501, 1), 4)
 
     other = spied(tmp_path / "other", seed=2, total_timesteps=300, capture_video=True)
-    videos = {path.parent.name for path in other.folder.rglob("*.mp4")}
-    assert videos == {"0", "201", "evaluation"}
+    assert {path.parent.name for path in other.folder.rglob("*.mp4")} == {"0", "201", "evaluation"}
     seeds = finished.seeds + other.seeds
     assert len(seeds) == 3 + 3 + 1 + 2 + 2 + 1 and len({x // 100 for x in seeds}) == len(seeds)
     assert 0 <= min(seeds) and max(seeds) < 2**31

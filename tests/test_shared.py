@@ -222,8 +222,7 @@ WRONG_CALLS = [*(f"--env-id {x}" for x in WRONG_IDS), "--resume nowhere", "--eva
 @pytest.mark.parametrize("flags", WRONG_CALLS)
 def test_wrong_calls_get_a_line(flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    parts = re.split("[:.-]", flags.split()[1])
-    with pytest.raises(SystemExit, match="|".join(parts)):
+    with pytest.raises(SystemExit, match="|".join(re.split("[:.-]", flags.split()[1]))):
         call("ppo_continuous", *FLAGS, *flags.split())
     assert not list(tmp_path.glob("runs/*"))
 
