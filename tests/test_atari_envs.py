@@ -67,7 +67,7 @@ def shrink(size):
     return share.clamp(min=0) * 84 / size
 
 
-GAMES = [("BreakoutNoFrameskip-v4", 3, 250, 500, True), ("ALE/Freeway-v5", 1, 160, 300, True)]
+GAMES = [("AssaultNoFrameskip-v4", 3, 250, 500, True), ("ALE/Freeway-v5", 1, 160, 300, True)]
 GAMES += [("ALE/Breakout-v5", 2, 300, 10**6, False)]
 
 
