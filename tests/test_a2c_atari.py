@@ -105,6 +105,7 @@ class Tape:
             def step(self, actions):
                 before = (self.obs, self.fire)
                 self.obs, *step = super().step(actions)
+                step[2][0] |= step[3][0]  # a lost life in a step that is truncated
                 steps.append([*before, self.executed_actions, *step[:4]])
                 return self.obs, *step
 

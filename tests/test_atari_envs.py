@@ -63,8 +63,7 @@ class Plain:
 def shrink(size):
     """(84, size): the share of each of `size` pixels in each of 84 that lie over them."""
     edges, pixel = torch.linspace(0, size, 85).double()[:, None], torch.arange(size)
-    share = edges[1:].minimum(pixel + 1) - edges[:-1].maximum(pixel)
-    return share.clamp(min=0) * 84 / size
+    return (edges[1:].minimum(pixel + 1) - edges[:-1].maximum(pixel)).clamp(min=0) * 84 / size
 
 
 GAMES = [("AssaultNoFrameskip-v4", 3, 250, 500, True), ("ALE/Freeway-v5", 1, 160, 300, True)]
