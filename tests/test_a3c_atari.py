@@ -113,8 +113,7 @@ def plain_step(w, obs, state):
     if "lstm.weight_ih_l0" in w:
         h, c = state
         gates = w["lstm.weight_ih_l0"] @ x + w["lstm.bias_ih_l0"]
-        gates = gates + w["lstm.weight_hh_l0"] @ h + w["lstm.bias_hh_l0"]
-        i, f, g, o = gates.reshape(4, 256)
+        i, f, g, o = (gates + w["lstm.weight_hh_l0"] @ h + w["lstm.bias_hh_l0"]).reshape(4, 256)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         x = h = o.sigmoid() * c.tanh()
         state = (h, c)
@@ -274,6 +273,7 @@ def test_the_network_sees_the_field_without_the_borders():
     for layer, gain in ((agent.policy_head, 0.01), (agent.value_head, 1), (agent.trunk[0], 2**0.5)):
         values = torch.linalg.svdvals(layer.weight.detach().flatten(1))
         assert values.allclose(torch.full_like(values, gain), 1e-3)
+    assert agent.lstm.weight_hh_l0.abs().max() <= 1 / 16  # uniform, as PyTorch initializes it
     assert not any(p.any() for name, p in agent.named_parameters() if "bias" in name)
     assert agent.features(torch.zeros(1, 1, 105, 80)).isfinite().all()
     agent.trunk = nn.Identity()
