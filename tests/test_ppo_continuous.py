@@ -469,7 +469,7 @@ def test_logged_losses_and_episodes_are_means(tmp_path, monkeypatch):
 def test_what_diverges_is_reported(tmp_path, monkeypatch, capsys):
     env = ppo.make_env(ppo.Args(), None)
     env.reset(seed=1)
-    env.step(np.full(6, np.nan))
+    env.unwrapped.step(np.full(6, np.nan))
     assert "note: Nan, Inf or huge value in CTRL" in capsys.readouterr().out
     loss = ppo.ppo_loss
     monkeypatch.setattr(ppo, "ppo_loss", lambda *a: (loss(*a)[0] * np.nan, loss(*a)[1]))
