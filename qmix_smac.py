@@ -507,7 +507,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     networks = Networks(args, envs.shape).to(device)
     target_networks = Networks(args, envs.shape).to(device)
     target_networks.load_state_dict(networks.state_dict())
-    parameters = networks.parameters()
+    parameters = list(networks.parameters())
     if args.optimizer == "adam":
         optimizer = torch.optim.Adam(parameters, args.learning_rate, fused=True)
     else:
