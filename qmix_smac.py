@@ -26,8 +26,8 @@ the agents' greedy actions form the greedy joint action, and acting needs no mix
     \theta   networks                    agent and mixer; \theta^- is target_networks
 
 Differences from the paper and from PyMARL, its implementation (reasons: docs/qmix_smac.md):
-  * Tuned on SMAX: 32 environments, minibatches of 8 episodes, annealed Adam, TD(0.8); target
-    copies are counted in updates, not episodes. PyMARL: `--num-envs 1 --batch-size 32
+  * Tuned on SMAX: 32 environments, 16 episodes per minibatch, annealed Adam, TD(0.5); target
+    copies are counted in updates. PyMARL: `--num-envs 1 --updates-per-episode 1 --batch-size 32
     --td-lambda 0 --target-update-interval 200 --optimizer rmsprop --learning-rate 5e-4
     --no-anneal-lr --test-interval 10000 --total-timesteps 2050000`.
   * As in PyMARL: double Q-learning, hypernetworks with a hidden layer, Eq. (6) as a mean, a
@@ -85,12 +85,12 @@ class Args:
     hypernet_embed: int = 64  # width of the hypernetworks
     gamma: float = 0.99  # discount factor
     double_q: bool = True  # double Q-learning, [DDQN]
-    td_lambda: float = 0.8  # lambda of the targets; 0: one-step
+    td_lambda: float = 0.5  # lambda of the targets; 0: one-step
     epsilon_finish: float = 0.05  # epsilon is annealed from 1 to this
     epsilon_anneal_time: int = 50_000  # steps to anneal epsilon over
     buffer_size: int = 5_000  # episodes in the replay buffer
-    batch_size: int = 8  # B: episodes in a minibatch
-    updates_per_episode: float = 1.0  # gradient steps per collected episode
+    batch_size: int = 16  # B: episodes in a minibatch
+    updates_per_episode: float = 0.5  # gradient steps per collected episode
     target_update_interval: int = 25  # updates between target network copies
     optimizer: Literal["adam", "rmsprop"] = "adam"  # adam [TRICK], rmsprop [QMIX]
     learning_rate: float = 1e-3  # step size
