@@ -147,7 +147,7 @@ def literal(text: str):
 
 
 EARLIER_QMIX = (  # its settings before the present defaults, beside --num-envs 8
-    "--td-lambda 0.0 --epsilon-anneal-time 100000 --batch-size 32 "
+    "--td-lambda 0.0 --epsilon-anneal-time 100000 --batch-size 32 --updates-per-episode 1.0 "
     "--target-update-interval 200 --optimizer rmsprop --learning-rate 0.0005"
 )
 

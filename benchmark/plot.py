@@ -60,14 +60,19 @@ WORDS = {  # settings in a legend
     "--end-fraction 0.8": "epsilon 0.01 at 80%",
     "--target-interval 32": "target copied every 32 iterations",
     "--buffer-size 1000": "replay of 1,000 episodes",
-    "--batch-size 16": "minibatches of 16",
+    "--batch-size 8": "minibatches of 8",
     "--batch-size 32": "minibatches of 32",
-    "--updates-per-episode 0.25": "a quarter of the updates",
+    "--updates-per-episode 0.25": "an update per 4 episodes",
+    "--updates-per-episode 1.0": "an update per episode",
     "--optimizer rmsprop": "RMSprop",
     "--learning-rate 0.0005": "step size 5e-4",
     "--td-lambda 0.0": "one-step targets",
+    "--td-lambda 0.8": "TD(0.8)",
 }
-EARLIER = FLAG.findall(f"--num-envs 8 {EARLIER_QMIX}")
+TOGETHER = {  # settings of QMIX that were its defaults
+    "earlier settings": FLAG.findall(f"--num-envs 8 {EARLIER_QMIX}"),
+    "former default": FLAG.findall("--td-lambda 0.8 --batch-size 8 --updates-per-episode 1.0"),
+}
 PEERS = {  # of the overview: the peers' scripts, their names
     "ppo_continuous": {"sb3_ppo": "Stable-Baselines3"},
     "a2c_atari": {"sb3_a2c": "Stable-Baselines3"},
@@ -201,8 +206,9 @@ def in_words(flags: str) -> str:
     if flags in WORDS:
         return WORDS[flags]
     found = FLAG.findall(re.sub("--checkpoint-interval \\d+", "", flags))
-    if set(EARLIER) <= set(found):
-        found = [flag for flag in found if flag not in EARLIER] + ["earlier settings"]
+    for name, flags in TOGETHER.items():
+        if set(flags) <= set(found):
+            found = [flag for flag in found if flag not in flags] + [name]
     return ", ".join(WORDS.get(flag, flag) for flag in found) or "default"
 
 
