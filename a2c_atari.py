@@ -123,7 +123,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
     Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
-    observation, and `info["final_obs"]` holds the last), discrete actions, and observations
+    observation, and `info["final_obs"]` holds the last), Discrete(n) actions, and observations
     (N, C, H, W) in uint8. `reset(seed=...)` must reset all state, or resuming is not exact.
     `AtariEnvs` clips rewards to their sign.
     """
@@ -265,7 +265,7 @@ def compute_returns(rewards, values, last_value, dones, gamma, gae_lambda=1.0) -
 
 
 def a2c_loss(logprobs, values, entropies, returns, args: Args) -> tuple[Tensor, dict]:
-    r"""The loss, to be minimized, and metrics, all of shape (), from tensors (T, N).
+    r"""The loss, to be minimized, and metrics, tensors of shape (), from tensors (T, N).
 
     -\log\pi(a|s) (R - V) - \beta H(\pi(s)) + vf_coef (R - V)^2, averaged ([A3C] Sec. 4, Alg. S3).
     Advantages are constants.
@@ -335,7 +335,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     if checkpoint:
         for group, lr in zip(optimizer.param_groups, learning_rates):
             scaled = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
-            group["lr"] = lr if checkpoint["args"]["anneal_lr"] else scaled
+            group["lr"] = lr if checkpoint["args"].get("anneal_lr") else scaled
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:
@@ -582,7 +582,7 @@ def main() -> None:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use")
-    except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
+    except (gym.error.Error, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 

@@ -117,7 +117,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
     Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
-    observation, and `info["final_obs"]` holds the last), discrete actions, and observations
+    observation, and `info["final_obs"]` holds the last), Discrete(n) actions, and observations
     (N, C, 105, 80) in uint8, which `Agent` crops. `AtariEnvs` clips rewards to their sign.
     `reset(seed=...)` must reset all state.
     """
@@ -439,7 +439,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     model = Agent(envs.obs_shape, envs.num_actions, args)
     envs.envs.close()
     if list(model.buffers()):
-        sys.exit("error: workers do not write buffers back (BatchNorm)")
+        sys.exit("error: Agent has buffers, which workers do not write back")
     if args.optimizer == "adam":
         optimizer = SharedAdam(model.parameters(), args.learning_rate, betas=(0.9, 0.999), eps=1e-8)
     else:
@@ -474,7 +474,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 if any(process.exitcode == 0 for process in workers.processes):
                     raise ChildProcessError("a worker exited")
             except (mp.ProcessExitedException, mp.ProcessRaisedException, OSError) as error:
-                sys.exit(f"error: {error}\nresume with --resume {folder}")
+                sys.exit(f"error: {error}\nresume with --resume '{folder}'")
             while not messages.empty():
                 step, episodes, logs = messages.get()
                 run.log_episodes(step, episodes)
@@ -681,7 +681,7 @@ def main() -> None:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use")
-    except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
+    except (gym.error.Error, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 

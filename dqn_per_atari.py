@@ -129,9 +129,9 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
     Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
-    observation, and `info["final_obs"]` holds the last), discrete actions, and uint8 observations
-    (N, frame_stack, H, W): the last frames, zeros before the episode. `AtariEnvs` clips rewards.
-    `reset(seed=...)` must reset all state.
+    observation, and `info["final_obs"]` holds the last), Discrete(n) actions, and uint8
+    observations (N, frame_stack, H, W): the last frames, zeros before the episode. `AtariEnvs`
+    clips rewards. `reset(seed=...)` must reset all state.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -460,6 +460,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             run.save_checkpoint(global_step)
             seed = seed_everything(args.seed, global_step)  # same when resuming
             obs = envs.reset(seed, folder / "videos" / str(global_step))
+            metrics = {}
         fraction = global_step / last_step
         annealed = min(1, fraction / max(args.exploration_fraction, 1e-9))
         epsilon = args.start_epsilon + (args.end_epsilon - args.start_epsilon) * annealed
@@ -494,11 +495,10 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
         if global_step % args.target_network_frequency < N:
             target_network.load_state_dict(q_network.state_dict())  # [PER] Alg. 1, line 16
 
-        metrics = dict(updates[0]) if updates else {}
-        for name in metrics:
+        for name in updates[0] if updates else ():
             metrics[name] = float(sum(m[name] for m in updates)) / len(updates)
         if not math.isfinite(sum(metrics.values()) + replay.nodes[1]):
-            raise FloatingPointError(f"loss, gradient or priority not finite at step {global_step}")
+            raise FloatingPointError(f"a metric or priority is not finite at step {global_step}")
         if global_step // N % args.log_interval == 0 or global_step == last_step:
             run.log(global_step, "losses", metrics)
             run.log(global_step, "charts", {"epsilon": epsilon, "per_beta": beta})
@@ -715,7 +715,7 @@ def main() -> None:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use")
-    except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
+    except (gym.error.Error, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 

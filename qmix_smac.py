@@ -278,11 +278,11 @@ class Environments:
         dones = np.logical_or(terminations, truncations)  # bool, also of integers
         won = info.get("final_info", {}).get("won", np.zeros(self.num_envs))
         for i in np.flatnonzero(dones):
-            if not np.isnan(won[i]):  # NaN: the game crashed
+            if won[i] == won[i]:  # else NaN: the game crashed
                 episode = make_episode(self.steps[i], info["final_obs"][i], terminations[i])
                 self.finished.append(episode)
                 self.episodes[i] = (float(episode.rewards.sum()), len(episode.rewards))
-                self.wins[i] = float(won[i])
+                self.wins[i] = float(won[i] or 0)
             self.steps[i] = []
             self.last_actions[i] = -1
         if self.video_folder and dones[0]:
@@ -526,7 +526,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
             sys.exit("error: --optimizer cannot change on resuming")
         for group, lr in zip(optimizer.param_groups, learning_rates):
             scaled = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
-            group["lr"] = lr if checkpoint["args"]["anneal_lr"] else scaled
+            group["lr"] = lr if checkpoint["args"].get("anneal_lr") else scaled
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
@@ -581,7 +581,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     envs.envs.close()
     test_envs.envs.close()
     if not replay.num_updates:
-        print("note: no update was made: too few episodes ended")
+        print("note: no update was made")
     run.finish(global_step, "networks")
 
 
@@ -796,7 +796,7 @@ def main() -> None:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use")
-    except (gym.error.Error, ImportError, OSError, FloatingPointError) as error:
+    except (gym.error.Error, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 
