@@ -9,7 +9,7 @@ the mean value and the mean step of the `count` points in a bin. The variant is 
 that are not the script's defaults, without flags that only change the speed. Commit, versions and
 machine are those of the run's provenance.json, which the Snakefile writes; for runs that were
 started otherwise, name the commit (`--commit`), and collect them where they were made. Runs of a
-variant are those below a folder named like `ppo_continuous+rpo`.
+variant are those below a folder named like `ppo_continuous+rpo`, or with `--script`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def origin(folder: Path, commit: str | None) -> dict[str, str]:
     return provenance() | {"commit": commit}
 
 
-def collect(folder: Path, results: Path, commit: str | None = None) -> None:
+def collect(folder: Path, results: Path, commit: str | None = None, name: str = "") -> None:
     """Write a finished run's curves and its row. Raises ValueError if its log lacks the end."""
     result = json.loads((folder / "result.json").read_text())
     script, env_id, seed = result["script"], result["args"]["env_id"], result["args"]["seed"]
@@ -58,6 +58,7 @@ def collect(folder: Path, results: Path, commit: str | None = None) -> None:
         if source(path.name) or path.name.startswith(f"{script}+"):  # a copy or a variant
             script = path.name
             break
+    script = name or script
     made = origin(folder, commit)
     points = read_events(folder)
     of = {tag: points[points.tag == tag] for tag in TAGS}
@@ -123,16 +124,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="of runs without a provenance.json")
+    parser.add_argument("--script", default="", help="what made the runs: ppo_continuous+rpo")
     args = parser.parse_args(argv)
     found = sorted(path.parent for folder in args.folders for path in folder.glob("**/result.json"))
     failed = 0
     for folder in found:
         try:
-            collect(folder, args.results, args.commit)
+            collect(folder, args.results, args.commit, args.script)
             print(f"{folder}: collected", flush=True)
         except Exception as error:  # damaged files of one run stop no other
             print(f"failed: {folder}: {type(error).__name__}: {error}", file=sys.stderr)
             failed = 1
+    if not found:
+        print("error: no finished runs (with result.json) there", file=sys.stderr)
     return failed or int(not found)
 
 

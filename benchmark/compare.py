@@ -23,6 +23,8 @@ def same(a, b) -> bool:
 
 
 def main(argv: list[str]) -> int:
+    if len(argv) != 2:
+        sys.exit(__doc__)
     first, second = map(Path, argv)
     finished = sorted(path.parent.relative_to(first) for path in first.glob("**/result.json"))
     if not finished:

@@ -9,7 +9,8 @@ bin's end. Fewer than three seeds are drawn each. From three on a thin line is a
 their mean, from five on their interquartile mean (IQM), the band its 95% bootstrap interval. Each
 variant has a color; runs that differ only in their length share one, and a dot marks where each
 ends. Runs of more than three times the length of an environment's shortest have a panel of their
-own. A dashed line is a published score of about as many steps, dots are a published curve. Wall
+own. Gray lines are peers' runs of as many steps as the longest. A dashed line is a published score
+of about as many steps, dots are a published curve. Wall
 time is steps over the steps per second of the newest speed table, where programs took turns on one
 machine; where there is none, that of a run, the median of a program's runs. The same results give
 the same files.
@@ -212,9 +213,18 @@ def in_words(flags: str) -> str:
     return ", ".join(WORDS.get(flag, flag) for flag in found) or "default"
 
 
+def seeds(sizes) -> str:
+    """How many seeds: the fewest to the most."""
+    counts = " to ".join(dict.fromkeys(map(str, (min(sizes), max(sizes)))))
+    return f"{counts} seed{'s' * (counts != '1')}"
+
+
 def draw(script: str, results: Path) -> Figure:
     """The figure of one script."""
-    runs = read_runs(results).query("script == @script")
+    everything = read_runs(results)
+    runs = everything.query("script == @script")
+    if runs.empty:
+        sys.exit(f"error: no runs of {script} in {results}")
     steps = runs.total_steps.astype(int)
     runs = runs.assign(longer=steps > 3 * steps.groupby(runs.env_id).transform("min"))
     settings = {setting(script, variant) for variant in runs.variant}
@@ -230,9 +240,16 @@ def draw(script: str, results: Path) -> Figure:
     panels = sorted(runs.groupby(["env_id", "longer"]), key=lambda x: (x[0][0], not x[0][1]))
     rows = -(-len(panels) // 4)
     across = -(-len(panels) // rows)
-    figure, published = Figure(layout="constrained"), {}
+    figure, published, peers = Figure(layout="constrained"), {}, {}
     for i, ((env_id, longer), group) in enumerate(panels):
         axes = figure.add_subplot(rows, across, i + 1)
+        longest = group.total_steps.astype(int).max()
+        for (peer, name), look in zip(PEERS.get(script, {}).items(), PEER_LOOKS):
+            theirs = everything[(everything.script == peer) & (everything.env_id == env_id)]
+            theirs = theirs[(theirs.total_steps.astype(int) / longest).between(0.95, 1.05)]
+            if len(theirs):
+                draw_runs(axes, tag_of(script), theirs, results, look)
+                peers.setdefault(name, (look, []))[1].append(len(theirs))
         for source, look in draw_panel(axes, script, env_id, group, results, looks).items():
             published[f"published: {source}"] = Line2D([], [], **look)
         axes.set_title(f"{env_id}, longer runs" if longer else env_id)
@@ -242,9 +259,9 @@ def draw(script: str, results: Path) -> Figure:
     legend = {}
     for name, look in looks.items():
         sizes = runs[runs.setting == name].groupby(["variant", "env_id"]).size()
-        counts = " to ".join(dict.fromkeys(map(str, (sizes.min(), sizes.max()))))
-        seeds = f"{counts} seed{'s' * (counts != '1')}"
-        legend[f"{in_words(own[name])}: {seeds}"] = Line2D([], [], **look)
+        legend[f"{in_words(own[name])}: {seeds(sizes)}"] = Line2D([], [], **look)
+    for name, (look, sizes) in peers.items():
+        legend[f"{name}: {seeds(sizes)}"] = Line2D([], [], **look)
     legend |= published
     common = {flag for flag in common if "--checkpoint-interval" not in flag}
     if common:
@@ -338,11 +355,13 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if not (args.results / "runs.csv").exists():
         sys.exit(f"error: no runs in {args.results}")
-    found = sorted(FRONT.keys() & set(read_runs(args.results).script))
+    found = sorted({*read_runs(args.results).script})
+    if args.results.resolve() == RESULTS or FRONT.keys() & {*found}:
+        found = sorted(FRONT.keys() & {*found})
     args.figures.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         whole = {"overview": draw_overview, "wall_time": draw_wall_time}
-        for name in args.scripts or [*found, *whole]:
+        for name in args.scripts or [*found, *(whole if FRONT.keys() & {*found} else ())]:
             figure = whole[name](args.results) if name in whole else draw(name, args.results)
             for suffix, metadata in ((".pdf", {"CreationDate": None}), (".png", {})):
                 path = (args.figures / name).with_suffix(suffix)

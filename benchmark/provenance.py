@@ -72,4 +72,6 @@ def write_provenance(folder: Path, packages: str = PACKAGES) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit(__doc__)
     write_provenance(Path(sys.argv[1]))

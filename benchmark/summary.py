@@ -194,9 +194,12 @@ def defaults(runs: pd.DataFrame, references: pd.DataFrame) -> pd.DataFrame:
             plainest = min(settings, key=lambda x: len(FLAG.findall(x)))
             rows = rows[[x == plainest for x in settings]]
             lengths = rows.total_steps.astype(int)
-            groups = [at_equal_steps(rows, x) for x in sorted({round(x, -5) for x in lengths})]
-            groups = [x for x in groups if len(x) > 2 or lengths[x.index].max() == lengths.max()]
-            for rows in groups:
+            groups, rest = [], rows
+            for length in sorted(set(lengths), reverse=True):
+                groups.insert(0, at_equal_steps(rest, length))
+                rest = rest.drop(groups[0].index)
+            groups = [x for x in groups if len(x) > 2 or lengths.max() in lengths[x.index].values]
+            for rows in filter(len, groups):
                 steps = steps_of(rows)
                 known = at_equal_steps(nearest(references, script, env_id, steps), steps)
                 table.append(
@@ -245,49 +248,53 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
 
     A rate is the mean of three tests in a row, for a peer, whose tests are rare, one test. Its
     seconds are by the log's steps per second since the start; a peer has none, and its seconds are
-    that part of the run's wall time which its steps are of all steps. Medians over seeds, `-` where
-    most seeds do not get there.
+    that part of the run's wall time which its steps are of all steps. Medians over seeds (of each
+    seed's own seconds, where other programs did not run beside it); `-` where most never do.
     """
     table, rates = [], (0.5, 0.8, 0.9)
     runs = runs[(runs.tests_battle_won_rate != "") & (runs.total_steps.astype(int) >= 480_000)]
     runs = runs[~runs.script.str.contains("+", regex=False)]
     for (env_id, script, variant), rows in runs.groupby(["env_id", "script", "variant"]):
-        reached, updates, clocks = {rate: [] for rate in rates}, [], []
+        reached, ends, updates, clocks = {rate: [] for rate in rates}, [], [], []
         for row in rows.to_dict("records"):
             curves = read_table(results / curves_name(row)).astype({"step": int, "value": float})
             won = curves[curves.tag == "eval/battle_won_rate"].groupby("step").value.mean()
             smooth = won.rolling(3).mean() if script == "qmix_smac" else won
             for rate in rates:
                 reached[rate].append(smooth.index[smooth >= rate - 1e-9].min())
+            ends.append(int(row["total_steps"]))
             made = curves[curves.tag == "charts/updates"].value
             updates.append(made.iloc[-1] if len(made) else float("nan"))
             if script in JAXMARL:
                 _, per_update, start = JAXMARL[script]
                 updates[-1] = (int(row["total_steps"]) - start) / per_update
-            if row["wall_seconds"]:  # empty where other programs ran beside it
-                speeds = curves[curves.tag == "charts/SPS"]
-                clocks.append((speeds.step, speeds.step / speeds.value))
-                if speeds.empty:
-                    clocks[-1] = (0, int(row["total_steps"])), (0, int(row["wall_seconds"]))
-        if "earlier" in words_of(script, variant):  # of a machine that is not known
-            clocks = []
+            speeds = curves[curves.tag == "charts/SPS"]
+            clocks.append((speeds.step, speeds.step / speeds.value))
+            if speeds.empty and row["wall_seconds"]:
+                clocks[-1] = (0, ends[-1]), (0, int(row["wall_seconds"]))
+            if not row["wall_seconds"] or "earlier" in words_of(script, variant):
+                clocks[-1] = None  # other programs ran beside it, or its machine is not known
         entry = {"map": env_id, "program": words_of(script, variant), "seeds": str(len(rows))}
         for rate in rates:
             steps = pd.Series(reached[rate]).fillna(float("inf")).median()
-            reads = f"{steps / 1e3:,.0f}k{took(clocks, steps)}"
+            reads = f"{steps / 1e3:,.0f}k{took(clocks, reached[rate])}"
             entry[f"{rate:g}"] = reads if steps < 1e12 else "-"
         entry["last fifth"] = interval(rows.tests_battle_won_rate, center)
-        entry["whole run"] = f"{steps_of(rows) / 1e6:.3g}M{took(clocks, steps_of(rows))}"
+        entry["whole run"] = f"{steps_of(rows) / 1e6:.3g}M{took(clocks, ends)}"
         made = pd.Series(updates).median()
         entry["updates"] = "" if pd.isna(made) else f"{made:,.0f}"
         table.append(entry)
     return pd.DataFrame(table)
 
 
-def took(clocks: list, steps: float) -> str:
-    """The median seconds that `steps` took by clocks of (steps, seconds), if there are any."""
-    seconds = [np.interp(steps, *clock) for clock in clocks]
-    return f", {np.median(seconds):,.0f} s" if clocks else ""
+def took(clocks: list, steps: list) -> str:
+    """The median seconds that the seeds' `steps` (NaN: never) took by their clocks, if any.
+
+    A clock is steps and seconds, or None.
+    """
+    timed = [(x, clock) for x, clock in zip(steps, clocks) if clock]
+    seconds = [np.inf if pd.isna(x) else np.interp(x, *clock) for x, clock in timed]
+    return f", {np.median(seconds):,.0f} s" if seconds and np.median(seconds) < np.inf else ""
 
 
 def words_of(script: str, variant: str) -> str:

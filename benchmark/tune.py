@@ -5,7 +5,7 @@
         --space learning_rate=1e-5..1e-3:log clip_coef=0.1,0.2,0.3 -- --total-timesteps 300000
 
 A trial runs the script on each environment and seed; its value is the mean return of the final
-evaluations, each divided by its environment's target. The study is a journal,
+evaluations, each divided by the size of its environment's target. The study is a journal,
 {folder}/{script}.log: the same command elsewhere joins it, or resumes it, until it has that many
 trials. A trial is stopped if its mean of the last 20 training episodes, looked at in each tenth of
 a run, falls below the median of the others. Flags after `--` go to the script.
@@ -95,7 +95,9 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(own)
     if not (ROOT / f"{args.script}.py").exists():
         parser.error(f"there is no {args.script}.py")
-    targets = dict(zip(args.env_ids, args.targets or [1.0] * len(args.env_ids), strict=True))
+    targets = dict(zip(args.env_ids, map(abs, args.targets or [1.0] * len(args.env_ids))))
+    if len(targets) < len(args.env_ids) or not all(targets.values()):
+        parser.error("--targets needs a number other than 0 for each of --env-ids")
     args.folder.mkdir(parents=True, exist_ok=True)
 
     def objective(trial: optuna.Trial) -> float:
@@ -129,7 +131,8 @@ def main(argv: list[str]) -> None:
     )
     if not study.get_trials(states=done[:1]):
         sys.exit(f"error: no trial was completed: see console.txt of its runs in {args.folder}")
-    print(f"best of {len(study.trials)} trials: {study.best_value:.4g} with {study.best_params}")
+    count = len(study.get_trials(states=done))
+    print(f"best of {count} trials: {study.best_value:.4g} with {study.best_params}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 for folder in map(Path, sys.argv[1:] or sys.exit(__doc__)):
+    if not (folder / "model.pt").exists():
+        sys.exit(f"error: no finished run in {folder}\n{__doc__}")
     model = torch.load(folder / "model.pt", "cpu", weights_only=True)
     known = vars(importlib.import_module(model["script"]).Args())
     model["args"] = {name: x for name, x in model["args"].items() if name in known}

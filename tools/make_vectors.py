@@ -2062,6 +2062,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     main(
         Path(sys.argv[1])
         if len(sys.argv) > 1
