@@ -92,7 +92,7 @@ class Args:
     max_grad_norm: float = 0.5  # gradient clipping norm
     rmsprop_alpha: float = 0.99  # decay rate of the mean squared gradient; ignored on resuming
     rmsprop_eps: float = 1e-5  # inside the root (--torch-rmsprop: outside); ignored on resuming
-    torch_rmsprop: bool = False  # use PyTorch's RMSprop; must not change on resuming
+    torch_rmsprop: bool = False  # use PyTorch's RMSprop; cannot change on resuming
     frame_stack: int = 4  # frames per observation
     conv3_filters: int = 64  # filters of the third convolution
     bf16: bool = False  # bfloat16: faster on some CPUs, slower on others
@@ -323,6 +323,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     seed_everything(args.seed, 0)
     envs = AtariEnvs(args, N)
     agent = Agent(envs.obs_shape, envs.num_actions, args.conv3_filters).to(device)
+    if checkpoint and args.torch_rmsprop != checkpoint["args"].get("torch_rmsprop"):
+        sys.exit("error: --torch-rmsprop changed")
     rmsprop = torch.optim.RMSprop if args.torch_rmsprop else RMSprop
     options = {"alpha": args.rmsprop_alpha, "eps": args.rmsprop_eps}
     optimizer = rmsprop(agent.parameters(), args.learning_rate, **options)
@@ -582,7 +584,7 @@ def main() -> None:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use")
-    except (gym.error.Error, FloatingPointError) as error:
+    except (gym.error.Error, ImportError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 

@@ -796,7 +796,7 @@ def main() -> None:
         sys.exit(f"\nresume with: python '{sys.argv[0]}' --resume '{folder}'")
     except BlockingIOError:
         sys.exit(f"error: {folder} is in use")
-    except (gym.error.Error, FloatingPointError) as error:
+    except (gym.error.Error, ImportError, FloatingPointError) as error:
         sys.exit(f"\nerror: {error}")
 
 
