@@ -57,9 +57,9 @@ def test_discrete_is_a_softmax_and_learns_cartpole(patched, tmp_path):
 def test_actions_begin_at_the_start_of_their_space_and_truncated_episodes_end(patched, script):
     names = dict(ppo_continuous="discrete", dqn_per_atari="vectors", a3c_atari="own_environment")
     module, executed = patched(script, names[script]), []
-    envs = getattr(module, "AtariEnvs", getattr(module, "Environments", None))
-    envs = envs(module.Args(env_id="MountainCar-v0"), 2)
-    envs.reset(1, None)
+    envs = (vars(module).get("AtariEnvs") or module.Environments)(module.Args("MountainCar-v0"), 2)
+    resets = (envs.reset(module.seed_everything(3), None) for _ in range(2))  # seeds spaces, too
+    assert len({envs.envs.envs[0].unwrapped.observation_space.sample()[0] for _ in resets}) == 1
     envs.action_space = envs.envs.single_action_space = gym.spaces.Discrete(3, start=5)
     step = envs.envs.step
     envs.envs.step = lambda actions: executed.append(actions) or step(actions - 5)
