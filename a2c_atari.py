@@ -123,9 +123,9 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
     Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
-    observation, and `info["final_obs"]` holds the last), Discrete(n) actions, and observations
-    (N, C, H, W) in uint8. `reset(seed=...)` must reset all state, or resuming is not exact.
-    `AtariEnvs` clips rewards to their sign.
+    observation, and `info["final_obs"]` holds the last), Discrete(n) actions from 0, and
+    observations (N, C, H, W) in uint8. `reset(seed=...)` must reset all state, or resuming is not
+    exact. `AtariEnvs` clips rewards to their sign.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -253,7 +253,7 @@ def compute_returns(rewards, values, last_value, dones, gamma, gae_lambda=1.0) -
     r"""Returns (T, N) from tensors (T, N) and the value (N,) of the observation after the rollout.
 
     R = V(s_T) at first, then R = r_t + \gamma R, or r_t where `dones` ([A3C] Alg. S3). With
-    gae_lambda < 1, R - V is that of [GAE] Eq. (16).
+    gae_lambda < 1, R - V is the advantage of [GAE] Eq. (16).
     """
     next_values = torch.cat([values[1:], last_value[None]])
     returns, R = torch.zeros_like(rewards), last_value
@@ -265,7 +265,7 @@ def compute_returns(rewards, values, last_value, dones, gamma, gae_lambda=1.0) -
 
 
 def a2c_loss(logprobs, values, entropies, returns, args: Args) -> tuple[Tensor, dict]:
-    r"""The loss, to be minimized, and metrics, tensors of shape (), from tensors (T, N).
+    r"""The loss () and a dict of metrics (), from tensors (T, N).
 
     -\log\pi(a|s) (R - V) - \beta H(\pi(s)) + vf_coef (R - V)^2, averaged ([A3C] Sec. 4, Alg. S3).
     Advantages are constants.
@@ -280,7 +280,7 @@ def a2c_loss(logprobs, values, entropies, returns, args: Args) -> tuple[Tensor, 
 
 
 class RMSprop(torch.optim.Optimizer):
-    r"""TensorFlow 1's RMSprop without momentum ([A3C] Sec. 4). g, `square_avg`, starts at one.
+    r"""TensorFlow 1's RMSprop without momentum ([A3C] Sec. 4). g (`square_avg`) starts at one.
 
     g = \alpha g + (1 - \alpha) \Delta\theta^2
     \theta = \theta - \eta \Delta\theta / \sqrt{g + \epsilon}

@@ -117,9 +117,9 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
     Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
-    observation, and `info["final_obs"]` holds the last), Discrete(n) actions, and observations
-    (N, C, 105, 80) in uint8, which `Agent` crops. `AtariEnvs` clips rewards to their sign.
-    `reset(seed=...)` must reset all state.
+    observation, and `info["final_obs"]` holds the last), Discrete(n) actions from 0, and
+    observations (N, C, 105, 80) in uint8, which `Agent` crops. `AtariEnvs` clips rewards to their
+    sign. `reset(seed=...)` must reset all state.
     """
     spec = gym.registry.get(args.env_id.replace("Deterministic", "NoFrameskip"))
     if not spec or not isinstance(spec.kwargs.get("frameskip"), int):
@@ -225,7 +225,7 @@ class Agent(nn.Module):
         for name, parameter in self.named_parameters():
             if "bias" in name:
                 nn.init.zeros_(parameter)
-            elif "lstm" not in name and parameter.dim() > 1:  # Detail: nearly uniform policy
+            elif "weight_" not in name and parameter.dim() > 1:  # Detail: nearly uniform policy
                 gain = {"policy_head.weight": 0.01, "value_head.weight": 1.0}.get(name, 2**0.5)
                 nn.init.orthogonal_(parameter, gain)
         self.to(memory_format=torch.channels_last)  # faster convolutions
@@ -287,7 +287,7 @@ def a3c_loss(agent: Agent, rollout: list, args: Args) -> tuple[Tensor, dict]:
 
 
 class SharedOptimizer(torch.optim.Optimizer):
-    """State is made at once, to be shared. Subclasses: `make_state`, and `update` in place."""
+    """Creates its state at once, to share it. Subclasses: `make_state`, and in-place `update`."""
 
     def __init__(self, params, lr: float, **defaults) -> None:
         super().__init__(params, {"lr": lr, **defaults})

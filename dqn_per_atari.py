@@ -29,7 +29,7 @@ of the network estimates.
     w_i        weights         (B,)              importance-sampling weight, [PER] Sec. 3.4
 
 Differences from common implementations and the papers (reasons: docs/dqn_per_atari.md):
-  * The target network is synced every 2,000 gradient steps ([DQN]'s table: 10,000, DQN Zoo: 2,500).
+  * The target network is synced every 2,000 updates ([DQN] table: 10,000, DQN Zoo: 2,000 to 7,500).
   * Adam and its settings are labml's.
   * Rewards are clipped, priorities are not. Importance weights are divided by the minibatch's
     largest.
@@ -129,7 +129,7 @@ def make_atari(args: Args, num_envs: int) -> VectorEnv:
     """Make parallel environments. Replace this to train on something else.
 
     Requires SAME_STEP autoreset (at an episode's end, `step` returns the next one's first
-    observation, and `info["final_obs"]` holds the last), Discrete(n) actions, and uint8
+    observation, and `info["final_obs"]` holds the last), Discrete(n) actions from 0, and uint8
     observations (N, frame_stack, H, W): the last frames, zeros before the episode. `AtariEnvs`
     clips rewards. `reset(seed=...)` must reset all state.
     """

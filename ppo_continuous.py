@@ -117,7 +117,7 @@ def make_env(args: Args, video_folder: Path | None) -> gym.Env:
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
     if "mujoco" in str(gym.registry.get(args.env_id)):
-        import mujoco  # Trap: it logs to a file
+        import mujoco  # Trap: its warnings go to a file
 
         mujoco.set_mju_user_warning(lambda text: "deprecated" in text or print("note:", text))
     env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video_folder else {}))
@@ -125,7 +125,7 @@ def make_env(args: Args, video_folder: Path | None) -> gym.Env:
         env = gym.wrappers.RecordVideo(env, str(video_folder), lambda episode: episode == 0)
     env = gym.wrappers.FlattenObservation(env)
     for space in (env.action_space, env.unwrapped.action_space, env.unwrapped.observation_space):
-        space.seed(random.getrandbits(31))  # some environments sample
+        space.seed(np.random.randint(2**31))  # some sample from them
     return env
 
 
@@ -276,7 +276,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 
 def ppo_loss(agent: Agent, minibatch: tuple, args: Args) -> tuple[Tensor, dict]:
-    """The negative of [PPO] Eq. (9), to be minimized, and metrics: tensors of shape ()."""
+    """The loss (), minus [PPO] Eq. (9), and a dict of metrics ()."""
     obs, actions, old_logprobs, old_values, advantages, returns = minibatch
     policy, values = agent.policy(obs), agent.value(obs)
     if args.norm_adv:

@@ -245,7 +245,7 @@ class Environments:
 
     To act on: obs (N, n, O), avail_actions (N, n, A), last_actions (N, n), -1 at first. After a
     step: `finished`, the Episodes that ended, and the dicts `episodes` (return, length) and `wins`
-    (0.0, 1.0), whose keys are environments.
+    (0.0, 1.0), keyed by environment.
     """
 
     def __init__(self, args: Args, num_envs: int) -> None:
@@ -316,7 +316,7 @@ class Agent(nn.Module):
         self.head = nn.Linear(hidden_dim, shape.n_actions)
 
     def initial_hidden(self, num_envs: int) -> Tensor:
-        """Hidden states (B, n, H) at an episode's start: zeros, as acting resets them to 0."""
+        """Hidden states (B, n, H) at an episode's start: zeros, to which `train` resets."""
         return self.head.weight.new_zeros(num_envs, self.shape.n_agents, self.hidden_dim)
 
     def forward(self, obs, last_actions, hidden) -> tuple[Tensor, Tensor]:
@@ -404,7 +404,7 @@ def td_lambda_targets(batch: Episode, next_values, gamma, td_lambda) -> Tensor:
     r"""Targets y (T, B, ...); next_values[t] is Q'_{t+1}.
 
     y_t = r_t + \gamma ((1 - \lambda) Q'_{t+1} + \lambda y_{t+1}), at a termination r_t;
-    \lambda = 0 at an episode's last step and in [QMIX]. As in [PENG], off-policy, uncorrected.
+    \lambda = 0 at an episode's last step and in [QMIX]. As in [PENG], no off-policy correction.
     """
     discounts = gamma * (1 - batch.terminations)
     targets = batch.rewards + discounts * next_values

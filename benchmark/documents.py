@@ -14,10 +14,13 @@ docs. What is checked in them:
   starts with "In [`name`]"; "..." stands for lines left out. (Write ```py above code that is not
   the script's.) In a table, code below a head `X.py` or "our line" is code of that script.
 * Tags `losses/name` that a script logs, papers and their places, formulas that GitHub can show.
+* The test vectors, and the Python on their page.
 """
 
 import ast
+import contextlib
 import csv
+import filecmp
 import functools
 import operator
 import re
@@ -25,6 +28,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -257,7 +261,7 @@ def check_columns(script: str | None, text: str) -> Iterator[str]:
             cells = row.replace(r"\|", "\0").split("|")
             for i, name in columns:
                 for code in spans(cells[i].replace("\0", "|")):
-                    if code not in source(name):
+                    if not re.search(rf"(?<!\w){re.escape(code)}", source(name)):
                         yield f"{name}.py has no longer: {code}"
                     others = [other for _, other in columns if other != name]
                     for other in others:
@@ -359,6 +363,41 @@ def check_exercises() -> Iterator[str]:
             yield f"docs/exercises/{patch.name} does not apply"
 
 
+def check_vectors() -> Iterator[str]:
+    """The test vectors are what their generator writes, and the Python of their page runs."""
+    folder, generator = ROOT / "vectors", ROOT / "tools" / "make_vectors.py"
+    with tempfile.TemporaryDirectory() as fresh:  # -S hides all packages but the standard library
+        subprocess.run([sys.executable, "-S", generator, fresh], check=True)
+        names = {path.name for place in (folder, Path(fresh)) for path in place.glob("*.json")}
+        _, different, missing = filecmp.cmpfiles(folder, fresh, names, shallow=False)
+    for name in sorted([*different, *missing]):
+        yield f"vectors/{name} is not what tools/make_vectors.py writes"
+    with contextlib.chdir(ROOT):
+        namespace = {}
+        for _, language, block in FENCE.findall((folder / "README.md").read_text()):
+            if language == "python":
+                exec(compile(block, "vectors/README.md", "exec"), namespace)
+
+
+def check_checks() -> Iterator[str]:
+    """The checks find the faults of a page that has some of each kind."""
+    page = ROOT / "docs" / "ppo_continuous.md"
+    text = "# A page\n[a](b.md) [c](#a-page) [d](#e) `--no-such-flag` `losses/nothing` $a*b$ "
+    text += "0.99<!-- default gamma --> 0.98<!-- default gamma --> 1<!-- default nothing -->\n"
+    text += "```bash\npython ppo_continuous.py --gamma 1 --nothing 2\n```\n"
+    text += "[`no`](../ppo_continuous.py#L1)\nIn [`ppo_loss`](../ppo_continuous.py#L1):\n\n"
+    text += "```python\nratio = logratio.exp()\n```\n```python\nratio = 2\n```\n"
+    text += "| line | our line |\n|---|---|\n| 3 | `atio = logratio.exp()` |\n"
+    checks = (check_numbers, check_links, check_flags, check_code, check_formulas)
+    counts = [len(list(check(page, text))) for check in checks]
+    if counts != [2, 3, 2, 3, 1]:
+        yield f"the checks of documents find {counts} of [2, 3, 2, 3, 1] faults"
+    if "0.99<" not in with_numbers(page, "0.98<!-- default gamma -->"):
+        yield "a number in a document is not corrected"
+    if "ppo_continuous.py#L1)" in with_lines(text.replace("[`no`](../ppo_continuous.py#L1)", "")):
+        yield "the line of a link to a function is not corrected"
+
+
 def faults() -> Iterator[str]:
     """One line for each fault."""
     for page in documents():
@@ -373,3 +412,5 @@ def faults() -> Iterator[str]:
     yield from check_packages()
     yield from check_studies()
     yield from check_exercises()
+    yield from check_vectors()
+    yield from check_checks()

@@ -139,7 +139,7 @@ def pretend():
         patch.multiple(torch.Tensor, to=to, cpu=lambda self: to(self, CPU)),
         patch("torch.tensor", constructor(torch.tensor)),
         patch("torch.as_tensor", constructor(torch.as_tensor)),
-        patch("torch.autocast", lambda _, *args, **kwargs: real_autocast("cpu", *args, **kwargs)),
+        patch("torch.autocast", lambda x, *y, **z: real_autocast({"cuda": "cpu"}[x], *y, **z)),
         patch("torch._has_compatible_shallow_copy_type", lambda x, y: not (x.is_cuda or y.is_cuda)),
         patch("torch.backends.cudnn.is_acceptable", lambda tensor: False),
         patch(GROUP, lambda lists: {(lists[0][0].device, None): (lists, None)}),

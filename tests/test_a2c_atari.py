@@ -224,6 +224,8 @@ def test_bf16_differs_from_float32_by_its_precision(tmp_path):
     exact, short = (torch.cat([x.flatten() for x in move]) for move in moves)
     assert short.dtype == torch.float32 and not torch.equal(exact, short)
     assert torch.cosine_similarity(exact, short, dim=0) > 0.9
+    other = Tape(tmp_path / "other", seed=2, total_timesteps=10)
+    assert not other.parameters[0][0].equal(runs[0].parameters[0][0])
     with torch.autocast("cpu", torch.bfloat16):
         policy, values = a2c.Agent((4, 84, 84), 4)(torch.zeros(2, 4, 84, 84, dtype=torch.uint8))
     assert policy.logits.dtype == values.dtype == torch.float32
@@ -253,6 +255,8 @@ def test_seeds_checkpoints_and_flags_given_at_a_resume(finished, tmp_path, no_ev
     assert len(seeds) == len(set(seeds)) == 9, seeds
     names = sorted(path.name for path in folder.glob("checkpoint_*"))
     assert names == ["checkpoint_000000000070.pt", "checkpoint_000000000100.pt"]
+    with pytest.raises(SystemExit, match="--torch-rmsprop"):
+        resume(a2c, folder, tmp_path / "other", torch_rmsprop=True)
     folder = resume(a2c, folder, tmp_path / "run", learning_rate=1e-5, total_timesteps=110)
     (group,) = load(folder / "checkpoint_000000000110.pt")["optimizer"]["param_groups"]
     assert group["lr"] == pytest.approx(1e-5, rel=1e-12)
@@ -289,6 +293,7 @@ def test_evaluation_counts_first_episodes(tmp_path, monkeypatch, limit_games, gr
         if len(actions) == 20:  # the rest is a second episode of environment 1
             self.episodes = self.episodes | {1: (7.0, 20)}
         actions.append(given)
+        self.returns += len(actions) > 63  # in the last evaluation, whose episodes do not end
         episodes.append(self.episodes)
         return result
 
@@ -299,7 +304,7 @@ def test_evaluation_counts_first_episodes(tmp_path, monkeypatch, limit_games, gr
     assert (np.unique(actions).tolist() == [2]) == greedy
     assert max(returns) > 1 and not any(modes)  # unclipped, in evaluation mode
     monkeypatch.setattr(a2c, "EVAL_STEPS", 5)
-    assert len(a2c.evaluate(args, model, tmp_path)) == 3 and len(actions) == 63 + 5
+    assert a2c.evaluate(args, model, tmp_path) == [5.0] * 3 and len(actions) == 63 + 5
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
@@ -335,7 +340,8 @@ class Changed(a2c.Agent):
 def test_a_changed_script_resumes_exactly(tmp_path, monkeypatch, no_evaluation, optimizer):
     monkeypatch.setattr(a2c, "Agent", Changed)
     monkeypatch.setattr(a2c, "RMSprop", optimizer)
-    middle, last = sorted(train(a2c, tmp_path / "run", **SMALL).glob("checkpoint_*.pt"))
+    folder = train(a2c, tmp_path / "run", **SMALL, anneal_lr=True)
+    middle, last = sorted(folder.glob("checkpoint_*.pt"))
     before, whole = load(middle), load(last)
     for name, x in whole["agent"].items():
         assert x.equal(before["agent"][name]) == name.startswith("convolutions"), name

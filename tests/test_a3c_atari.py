@@ -50,6 +50,7 @@ class Tape:
         envs, tape = a3c.AtariEnvs(self.args, 1), self
         self.model = a3c.Agent(envs.obs_shape, envs.num_actions, self.args)
         self.optimizer = make_optimizer(self.args, self.model)
+        self.optimizer.param_groups[0]["lr"] *= 2  # a rate of its own
         self.optimizer.register_step_pre_hook(self.before_update)
         self.optimizer.register_step_post_hook(self.after_update)
         self.counts = torch.zeros(self.args.num_workers, dtype=torch.int64)
@@ -195,7 +196,7 @@ def test_the_optimizer_is_the_one_of_its_name_with_its_rate(tape):
     adam, square_avg = torch.optim.Adam([theta]), torch.ones_like(theta)
     for update, rollout in zip(tape.updates, tape.rollouts()):
         done = tape.others + update["steps"] - len(rollout)  # by all workers
-        rate = args.learning_rate * (1 - done / args.total_timesteps * args.anneal_lr)
+        rate = 2 * args.learning_rate * (1 - done / args.total_timesteps * args.anneal_lr)
         assert update["rate"] == pytest.approx(rate)
         adam.param_groups[0]["lr"] = rate
         theta.grad = update["grad"].double()
@@ -206,6 +207,8 @@ def test_the_optimizer_is_the_one_of_its_name_with_its_rate(tape):
             theta.data -= rate * theta.grad / (square_avg + 1e-5).sqrt()
         torch.testing.assert_close(update["after"].double(), theta.data, atol=2e-6, rtol=1e-5)
     assert tape.counts[0] == len(tape.steps) and tape.pauses == 2
+    logged_rates = {tags["charts"]["learning_rate"] for *_, tags in tape.messages if tags}
+    assert logged_rates <= {update["rate"] for update in tape.updates}
 
 
 @pytest.mark.quick
@@ -294,19 +297,21 @@ def test_exploration_and_what_is_logged(tmp_path):
     assert [step for step, _ in losses] == [update["steps"] for update in tape.updates][::7]
     for _, tags in losses:
         assert 0 < tags["losses"]["entropy"] < np.log(4) + 1e-6
-        assert tags["charts"]["learning_rate"] == 1e-4
+        assert tags["charts"]["learning_rate"] == 2e-4
 
 
 def test_workers_seeds_and_checkpoints_have_different_episodes_and_random_numbers(tmp_path):
-    options = dict(num_workers=3, total_timesteps=30, checkpoint_interval=21)
+    options = dict(num_workers=3, total_timesteps=30, checkpoint_interval=21, max_episode_length=15)
     runs = [Tape(tmp_path, **options, worker=rank, seed=s) for rank, s in ((0, 1), (1, 1), (0, 2))]
     seeds = [seeds for run in runs for _, *seeds in run.resets]  # the environment's and PyTorch's
     assert [len(set(column)) for column in zip(*seeds)] == [6, 6]
+    assert a3c.seed_everything(1, 0, 1) not in {x for pair in seeds for x in pair}  # evaluation's
     again = Tape(tmp_path, **options, worker=1)
     assert [row["sampled"] for row in again.steps] == [row["sampled"] for row in runs[1].steps]
     assert torch.equal(again.updates[-1]["after"], runs[1].updates[-1]["after"])
     runs += [Tape(tmp_path, **options | dict(log_interval=1), worker=rank) for rank in (0, 1)]
     assert [any(tags for *_, tags in run.messages) for run in runs[-2:]] == [True, False]
+    assert all(any(episodes for _, episodes, _ in run.messages) for run in runs)
 
 
 def test_a_worker_uses_the_threads_it_is_given_and_flushes_denormals(monkeypatch):
@@ -319,14 +324,15 @@ def test_a_worker_uses_the_threads_it_is_given_and_flushes_denormals(monkeypatch
 
 @pytest.mark.quick
 def test_a_frozen_layer_stays_and_a_gradient_that_is_not_finite_is_an_error():
-    args = a3c.Args()
+    args = a3c.Args(max_grad_norm=1e-3)
     shared = a3c.Agent((1, 105, 80), 4, args)
     shared.trunk.requires_grad_(False)
     before, local = copy.deepcopy(shared.state_dict()), copy.deepcopy(shared)
     obs = torch.randint(0, 256, (5, 1, 1, 105, 80), dtype=torch.uint8)
     actions, ones = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
     rollout = obs, actions, ones.bool(), ones, shared.initial_state(1), ones[:1]
-    a3c.update(local, shared, make_optimizer(args, shared), rollout, args)
+    metrics = a3c.update(local, shared, make_optimizer(args, shared), rollout, args)
+    assert metrics["grad_norm"] > 1  # before clipping
     for name, p in shared.named_parameters():
         assert torch.equal(p, before[name]) == name.startswith("trunk"), name
     rollout = obs, actions, ones.bool(), ones * np.nan, shared.initial_state(1), ones[:1]
@@ -343,6 +349,7 @@ def test_evaluation(tmp_path, monkeypatch, capsys):
         if len(actions) == 20:
             self.episodes = self.episodes | {1: (7.0, 20)}  # a second one follows
         actions.append(chosen)
+        self.returns += len(actions) > 60  # in the last evaluation, whose episodes do not end
         ended.append(result[3] | result[4])
         return result
 
@@ -363,7 +370,7 @@ def test_evaluation(tmp_path, monkeypatch, capsys):
     assert np.unique(actions).tolist() == [0, 1, 2, 3]  # sampled
     assert torch.initial_seed() == a3c.seed_everything(2, 0, 1)  # no worker's
     monkeypatch.setattr(a3c, "EVAL_STEPS", 10)
-    assert len(a3c.evaluate(args, model, tmp_path)) == 2
+    assert a3c.evaluate(args, model, tmp_path) == [10.0] * 2
     assert "0 episodes" in capsys.readouterr().out
 
 
@@ -371,11 +378,14 @@ def test_what_workers_start_from(tmp_path, monkeypatch):
     """The seed's or a checkpoint's model, optimizer, with the flags' settings, and steps."""
 
     def start(name, checkpoint=None, **options):
-        monkeypatch.setattr(a3c.mp, "spawn", lambda _, args, *x, **y: sys.exit(args[2:5]))
+        shared = []
+        monkeypatch.setattr(a3c.mp, "spawn", lambda _, args, *x, **y: shared.extend(args))
+        monkeypatch.setattr(a3c.Run, "save_checkpoint", lambda *_: sys.exit(shared[2:6]))
         with pytest.raises(SystemExit) as given:
             args = a3c.Args(**SMALL | dict(num_workers=3) | options)
             a3c.train(args, tmp_path / name, checkpoint)
-        model, optimizer, steps = given.value.code
+        model, optimizer, steps, start_steps = given.value.code
+        assert (start_steps == -1).all()  # workers wait while a checkpoint is saved
         for x in (*model.state_dict().values(), *states(optimizer), steps):
             assert x.is_shared()
         return model, optimizer, steps
@@ -405,6 +415,9 @@ def test_what_workers_could_not_share_or_finish_is_refused(tmp_path, monkeypatch
         a3c.train(a3c.Args(checkpoint_interval=79), tmp_path, None)
     monkeypatch.setattr(a3c, "SharedAdam", torch.optim.Adam)
     with pytest.raises(SystemExit, match="SharedOptimizer"):
+        a3c.train(a3c.Args(), tmp_path, None)
+    monkeypatch.setattr(a3c.Agent, "buffers", lambda self: [torch.zeros(1)])  # BatchNorm's
+    with pytest.raises(SystemExit, match="buffers"):
         a3c.train(a3c.Args(), tmp_path, None)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark on tiny runs: collecting, statistics, tables, figures, checks of documents."""
+"""The benchmark on tiny runs: collecting, statistics, tables, figures."""
 
 import json
 import sys
@@ -15,7 +15,6 @@ import ppo_continuous as ppo
 sys.path.insert(0, str(ROOT / "benchmark"))
 import collect
 import common
-import documents
 import plot
 import provenance
 import summary
@@ -115,19 +114,3 @@ def test_a_table_says_what_the_results_say_and_figures_are_drawn(tmp_path):
     flags = ["--scripts", "ppo_continuous", "overview", "--results", str(tmp_path)]
     plot.main([*flags, "--figures", str(tmp_path / "figures")])
     assert len(list((tmp_path / "figures").iterdir())) == 4
-
-
-@pytest.mark.quick
-def test_faults_of_documents_are_found():
-    page = ROOT / "docs" / "ppo_continuous.md"
-    text = "# A page\n[a](b.md) [c](#a-page) [d](#e) `--no-such-flag` `losses/nothing` $a*b$ "
-    text += "0.99<!-- default gamma --> 0.98<!-- default gamma --> 1<!-- default nothing -->\n"
-    text += "```bash\npython ppo_continuous.py --gamma 1 --nothing 2\n```\n"
-    text += "[`no`](../ppo_continuous.py#L1)\nIn [`ppo_loss`](../ppo_continuous.py#L1):\n\n"
-    text += "```python\nratio = logratio.exp()\n```\n```python\nratio = 2\n```\n"
-    checks = "numbers links flags code formulas".split()
-    found = {name: list(getattr(documents, f"check_{name}")(page, text)) for name in checks}
-    counts = {name: len(faults) for name, faults in found.items()}
-    assert counts == dict(numbers=2, links=3, flags=2, code=2, formulas=1), found
-    assert "0.99<" in documents.with_numbers(page, "0.98<!-- default gamma -->")
-    assert "#L1)" not in documents.with_lines(text).replace("[`no`](../ppo_continuous.py#L1)", "")

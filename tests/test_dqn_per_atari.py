@@ -16,7 +16,7 @@ from torch import nn
 
 import dqn_per_atari as dqn
 
-quick = pytest.mark.quick
+pytestmark = pytest.mark.quick
 # Intervals do not divide each other: checkpoints at 0, 60, 116, 176 and 220
 SMALL = dict(num_envs=4, train_frequency=8, target_network_frequency=43, torch_threads=1)
 SMALL |= dict(batch_size=8, buffer_size=130, learning_starts=50, total_timesteps=220, env_threads=1)
@@ -107,7 +107,6 @@ def make_replay(num_envs=3, rows=40, shape=(4, 84, 84), dtype=np.uint8, **flags)
     return dqn.Replay(args, gym.spaces.Box(0, 255, shape, dtype))
 
 
-@quick
 def test_without_priorities_draws_are_uniform_and_independent():
     torch.manual_seed(0)
     priorities = dqn.Priorities(dqn.Args(prioritized=False), 77)
@@ -122,7 +121,6 @@ def test_without_priorities_draws_are_uniform_and_independent():
     assert (drawn[:, 1:] == drawn[:, :-1]).mean() == pytest.approx(1 / 39, abs=0.004)
 
 
-@quick
 def test_priorities_follow_the_vectors(monkeypatch):
     for case in cases("per"):
         inputs, operation = case["inputs"], case["operation"]
@@ -154,7 +152,6 @@ def test_priorities_follow_the_vectors(monkeypatch):
             np.testing.assert_allclose(priorities.leaves, expected, rtol=1e-12)
 
 
-@quick
 def test_rows_that_may_be_drawn():
     for case in cases("per", "drawable"):
         inputs, outputs = case["inputs"], case["outputs"]
@@ -169,7 +166,6 @@ def test_rows_that_may_be_drawn():
             assert (drawable <= drawn).all() and (drawn <= allowed).all(), (case["name"], t)
 
 
-@quick
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_targets_losses_and_n_step_returns_follow_the_vectors(precision):
     dtype = getattr(torch, precision)
@@ -256,7 +252,6 @@ class Ledger:
         self.replay.priorities.update(rows, np.random.default_rng(0).normal(size=batch_size))
 
 
-@quick
 @pytest.mark.parametrize("n_step, stack", [(1, 4), (2, 1), (2, 4), (5, 2)])
 def test_replay_gives_back_what_happened(n_step, stack):
     """Also with as few rows as are allowed, and for n-step returns the double sum."""
@@ -266,7 +261,6 @@ def test_replay_gives_back_what_happened(n_step, stack):
         assert len(ledger.drawn) > 150
 
 
-@quick
 @pytest.mark.parametrize("steps", [1, 49, 100])
 def test_replay_continues_from_its_state(steps):
     """Hardly begun, nearly full, wrapped; a replay of other settings is refused."""
@@ -290,7 +284,6 @@ def test_replay_continues_from_its_state(steps):
             dqn.train(dqn.Args(**SMALL | changed), Path(), None)
 
 
-@quick
 def test_a_replay_beyond_memory_ends_in_one_line(monkeypatch):
     meminfo = "MemTotal: 64 kB\nMemFree: 1 kB\nMemAvailable: 6835937 kB\n"
     monkeypatch.setattr(Path, "read_text", lambda path: meminfo)
@@ -334,7 +327,6 @@ def make_batch(size):
     return [torch.from_numpy(x) for x in batch]
 
 
-@quick
 @pytest.mark.parametrize("double, dueling", [(True, True), (False, True), (True, False)])
 def test_update_is_the_papers_in_float64(double, dueling):
     """Values, loss, TD errors and gradient, from the plain formulas."""
@@ -360,7 +352,6 @@ def test_update_is_the_papers_in_float64(double, dueling):
         torch.testing.assert_close(p.grad.double(), parameters[name].grad, rtol=1e-3, atol=1e-5)
 
 
-@quick
 def test_bfloat16_has_the_gradient_of_float32():
     gradients, networks = [], make_networks()
     for bf16 in (False, True):
@@ -375,7 +366,6 @@ def test_bfloat16_has_the_gradient_of_float32():
         assert rounded.norm().item() == pytest.approx(exact.norm().item(), rel=0.1)
 
 
-@quick
 def test_exploration_is_uniform_over_all_actions_and_independent():
     torch.manual_seed(0)
     best = torch.arange(100_000) % 5
@@ -399,13 +389,13 @@ def record(monkeypatch, owner, name, what):
     return calls
 
 
-@quick
 def test_training_is_adam_with_a_target_network(tmp_path, monkeypatch, tiny):
     """The recorded minibatches, on plain networks with PyTorch's Adam, give the same parameters."""
     rows = record(monkeypatch, dqn.Replay, "sample", lambda _, out: out[0])
     batches = record(monkeypatch, dqn, "td_loss", lambda args, out: (args[2], out[1]))
     updates = record(monkeypatch, dqn.Priorities, "update", lambda args, _: args[1:])
-    final = train(tmp_path, learning_rate=3e-3, max_grad_norm=0.4, adam_eps=1e-3)
+    flags = dict(learning_rate=3e-3, max_grad_norm=0.4, adam_eps=1e-3)
+    final = train(tmp_path, **flags, target_network_frequency=61)
     assert len(batches) == len(rows) == 21  # at steps 56, 64, ... 216
     assert_same([(x, errors.numpy()) for x, (_, errors) in zip(rows, batches)], updates)
     dqn.seed_everything(1, 0)
@@ -420,14 +410,13 @@ def test_training_is_adam_with_a_target_network(tmp_path, monkeypatch, tiny):
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(q_network.parameters(), 0.4).item())
         adam.step()
-        if any(step % 43 < 4 for step in (8 * k + 56, 8 * k + 60)):
+        if any(step % 61 < 4 for step in (8 * k + 56, 8 * k + 60)):
             target_network.load_state_dict(q_network.state_dict())
     assert min(norms) < 0.4 < max(norms), norms
     for network, name in ((q_network, "agent"), (target_network, "target_network")):
         torch.testing.assert_close(final[name], dict(network.state_dict()))
 
 
-@quick
 def test_schedules_and_the_replay_ratio(tmp_path, tiny, monkeypatch):
     """They depend on training progress and on agent steps, whatever the number of environments."""
     epsilons = record(monkeypatch, dqn, "epsilon_greedy", lambda args, _: args[2])
@@ -454,7 +443,6 @@ def test_schedules_and_the_replay_ratio(tmp_path, tiny, monkeypatch):
         assert abs(len(betas) - 208 / 8) <= 2, num_envs
 
 
-@quick
 @pytest.mark.parametrize("episodic_life", [True, False])
 def test_a_run_stores_what_happened(tmp_path, tiny, monkeypatch, episodic_life):
     """The last environment's are truncated; the checkpoint after 20 steps ends all of them."""
@@ -475,7 +463,6 @@ def test_a_run_stores_what_happened(tmp_path, tiny, monkeypatch, episodic_life):
     assert set(replay["rewards"][:160].tolist()) == {0, 1}  # the sign of 3
 
 
-@quick
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("nan", [False, True])
 def test_an_infinite_gradient_or_priority_ends_the_run(tmp_path, tiny, monkeypatch, nan):
@@ -494,7 +481,6 @@ def test_an_infinite_gradient_or_priority_ends_the_run(tmp_path, tiny, monkeypat
     assert len(calls) == 3 and [path.stem[-3:] for path in checkpoints(tmp_path)] == ["000"]
 
 
-@quick
 def test_resumed_is_bit_identical(tmp_path, tiny, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", lambda *args: None)  # keep all checkpoints
@@ -504,14 +490,15 @@ def test_resumed_is_bit_identical(tmp_path, tiny, monkeypatch):
     assert steps == [0, 60, 116, 176, 220]
     keys = [*[(1, step) for step in steps[:-1]], (1, 220, 1)]  # the evaluation has its own
     assert seeds == [dqn.seed_everything(*key) for key in keys]
-    assert list(logged(tmp_path / "run")["losses/td_loss"]) == [*range(64, 217, 16), 220]
+    points = logged(tmp_path / "run")
+    assert list(points["losses/td_loss"]) == [*range(64, 217, 16), 220]
+    assert list(points["charts/episodic_return"]) == [32, 92, 148, 208]
     for step in (0, 64, 128):
         assert_same(resume(tmp_path / "run", step), whole)
     last = resume(tmp_path / "run", total_timesteps=320, learning_rate=2e-3)
     assert last["optimizer"]["param_groups"][0]["lr"] == pytest.approx(2e-3, rel=1e-12)
 
 
-@quick
 def test_another_frame_stack_and_no_dueling(tmp_path, monkeypatch):
     monkeypatch.setattr(dqn, "AtariVectorEnv", Tiny)
     flags = dict(num_envs=2, total_timesteps=32, learning_starts=12, train_frequency=16)
@@ -522,7 +509,6 @@ def test_another_frame_stack_and_no_dueling(tmp_path, monkeypatch):
     assert agent["trunk.0.weight"].shape == (32, 2, 8, 8) and "head.weight" in agent
 
 
-@quick
 def test_evaluation_counts_first_episodes_up_to_a_cap(tmp_path, tiny, monkeypatch, capsys):
     train(tmp_path)
     monkeypatch.setattr(dqn, "EVAL_STEPS", 24)
@@ -535,6 +521,6 @@ def test_evaluation_counts_first_episodes_up_to_a_cap(tmp_path, tiny, monkeypatc
         steps.clear()
         returns = dqn.evaluate(dqn.Args(**model["args"] | {"seed": seed}), model, tmp_path)
         assert returns == [steps[7][0][0], steps[19][1][0]]
-    monkeypatch.setattr(dqn, "EVAL_STEPS", 10)
-    dqn.evaluate(dqn.Args(**model["args"]), model, tmp_path)
-    assert len(steps) == 30 and "1 episodes" in capsys.readouterr().out and not any(modes)
+    monkeypatch.setattr(dqn, "EVAL_STEPS", 18)
+    assert dqn.evaluate(dqn.Args(**model["args"]), model, tmp_path)[1] > 0  # not ended
+    assert len(steps) == 38 and "1 episodes" in capsys.readouterr().out and not any(modes)

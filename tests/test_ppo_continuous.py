@@ -164,6 +164,9 @@ def test_two_iterations_equal_a_plain_loop_in_float64(tmp_path, monkeypatch):
             optimizer.step()
     for name, x in load(path / "model.pt")["agent"].items():
         torch.testing.assert_close(x.double(), agent.state_dict()[name], rtol=0, atol=2e-7)
+    ends = sum((x[4] | x[5]).sum() for x in steps)  # each adds a first observation
+    assert load(path / "model.pt")["obs_stats"]["count"] == 2 + 256 + ends
+    assert max(logged(path)["losses/grad_norm"].values()) > 0.31  # before clipping
 
 
 class PointMass(VectorEnv):
@@ -260,6 +263,7 @@ def test_statistics_are_shared_and_frozen_in_evaluation():
     args = ppo.Args(env_id="Pendulum-v1")
     envs = ppo.Environments(args, 3)
     assert len(np.unique(envs.reset(1, Path()), axis=0)) == 3  # different episodes
+    assert len({env.action_space.sample()[0] for env in envs.envs.envs}) == 3
     for _ in range(5):
         envs.step(np.zeros((3, 1)))
     assert envs.obs_stats.count == 18 and envs.return_stats.count == 15
@@ -298,16 +302,19 @@ def test_asynchronous_environments_give_the_same_and_overlap(finished, tmp_path)
     path = train(ppo, tmp_path / "run", **SMALL, async_envs=True)
     assert_same(load(finished / "model.pt"), load(path / "model.pt"))
     gym.register("Slow-v0", Counter, kwargs={"sleep": 0.1})
-    seconds = []
-    for async_envs in (False, True):
+    seconds, samples = [], []
+    for async_envs in (False, True, True):
+        ppo.seed_everything(5)
         envs = ppo.Environments(ppo.Args(env_id="Slow-v0", async_envs=async_envs), 4)
         envs.reset(1, Path())
+        samples.append([space.sample()[0] for space in envs.envs.get_attr("action_space")])
         start = time.perf_counter()
         for _ in range(4):
             envs.step(np.zeros((4, 1)))
         seconds.append(time.perf_counter() - start)
         envs.envs.close()
     assert seconds[0] > 1.5 * seconds[1], seconds
+    assert samples[1] == samples[2]  # Python's generator would differ in each process
 
 
 class Changed(ppo.Agent):
@@ -461,9 +468,10 @@ def test_logged_losses_and_episodes_are_means(tmp_path, monkeypatch):
         expected["explained_variance"] = 1 - advantages.var() / (advantages + values).var()
         for name, value in expected.items():
             assert log[f"losses/{name}"][step] == pytest.approx(float(value), 1e-4, 1e-6), name
-    run = SimpleNamespace(recent_returns=[], log=lambda *a: calls.append(a))
+    run = SimpleNamespace(recent_returns=[9.0] * 99, log=lambda *a: calls.append(a))
     ppo.Run.log_episodes(run, 7, {0: (1.0, 3), 1: (5.0, 4)})
     assert calls[-1] == (7, "charts", {"episodic_return": 3.0, "episodic_length": 3.5})
+    assert run.recent_returns == [9.0] * 98 + [1.0, 5.0]
 
 
 def test_what_diverges_is_reported(tmp_path, monkeypatch, capsys):

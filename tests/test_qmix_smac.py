@@ -19,10 +19,10 @@ from qmix_smac import Args, Environments, Episode, EpisodeReplay, Shape
 
 # Intervals that do not divide each other, and a replay buffer that overflows
 SMALL = dict(num_envs=3, total_timesteps=500, checkpoint_interval=200, batch_size=4, buffer_size=24)
-SMALL |= dict(log_interval=50, test_interval=170, test_nepisode=4, rnn_hidden_dim=8)
-SMALL |= dict(epsilon_anneal_time=400, target_update_interval=7, max_grad_norm=1.5, eval_episodes=4)
+SMALL |= dict(test_interval=170, test_nepisode=4, rnn_hidden_dim=8, epsilon_finish=0.1)
+SMALL |= dict(log_interval=50, epsilon_anneal_time=400, target_update_interval=7, max_grad_norm=1.5)
 SMALL |= dict(updates_per_episode=1.0, td_lambda=0.0, optimizer="rmsprop", learning_rate=5e-4)
-SMALL |= dict(epsilon_finish=0.1)
+SMALL |= dict(eval_episodes=5)
 SHAPE = Shape(n_agents=3, n_actions=4, obs_dim=5, state_dim=6)
 quick = pytest.mark.quick
 
@@ -140,8 +140,8 @@ def greedy(qs, avail):
 
 
 def loss_by_loops(networks, target_networks, episodes, args):
-    """[QMIX] Eq. (6), step after step: the mean of the squares."""
-    squares, agents = [], range(SHAPE.n_agents)
+    """[QMIX] Eq. (6), step after step: means of the metrics."""
+    columns, agents = [], range(SHAPE.n_agents)
     for episode in episodes:
         online = unroll(networks.agent, episode)
         target, y = unroll(target_networks.agent, episode).detach(), None
@@ -153,8 +153,8 @@ def loss_by_loops(networks, target_networks, episodes, args):
                 value = (1 - args.td_lambda) * value + args.td_lambda * y
             y = (episode.rewards[t] + args.gamma * (1 - episode.terminations[t]) * value).detach()
             q_tot = networks.mixer(online[t, agents, episode.actions[t]], episode.state[t])
-            squares.append((y - q_tot) ** 2)
-    return torch.cat(squares).mean()
+            columns.append(torch.stack([(y - q_tot) ** 2, (y - q_tot).abs(), q_tot, y]))
+    return torch.cat(columns, dim=1).mean(dim=1)
 
 
 @quick
@@ -172,11 +172,12 @@ def test_updates_are_pymarls_formulas(mixer, flags):
         networks.mixer = lambda qvals, state: qvals.sum(-1).view(len(qvals), -1, 1)
     optimizer = torch.optim.SGD(networks.parameters(), 0.1)
     for _ in range(2):
-        loss = loss_by_loops(*plain, episodes, args)
-        grads = torch.autograd.grad(loss, list(plain[0].parameters()))
+        means = loss_by_loops(*plain, episodes, args)
+        grads = torch.autograd.grad(means[0], list(plain[0].parameters()))
         norm = sum((grad**2).sum() for grad in grads).sqrt()
         metrics = q.update(networks, target_networks, optimizer, to_batch(episodes), args)
-        torch.testing.assert_close(metrics["td_loss"], loss.detach(), rtol=1e-10, atol=0)
+        for name, x in zip(("td_loss", "td_error_abs", "q_taken_mean", "target_mean"), means):
+            torch.testing.assert_close(metrics[name], x.detach(), rtol=1e-10, atol=1e-14)
         torch.testing.assert_close(metrics["grad_norm"], norm, rtol=1e-9, atol=0)
         assert norm > args.max_grad_norm
         for parameter, grad in zip(plain[0].parameters(), grads):
@@ -288,10 +289,17 @@ def check_acting(agent, envs, hidden, *epsilon):
 
 def spied(folder, **flags):
     """Train on games. Records episodes in all after each step, and (steps, batch) of updates."""
-    seen = types.SimpleNamespace(folder=folder, added=[0], updates=[], seeds=[])
+    seen = types.SimpleNamespace(folder=folder, added=[0], updates=[], seeds=[], sizes=[])
+    seen.epsilons, seen.agents = [], set()
 
     def see_update(networks, target_networks, optimizer, batch, args):
         seen.updates.append((len(seen.added) - 1, batch))
+        assert target_networks.agent not in seen.agents
+
+    def see_acting(agent, envs, hidden, *epsilon):
+        seen.agents.add(agent)
+        seen.epsilons.extend(epsilon)
+        check_acting(agent, envs, hidden, *epsilon)
 
     with pytest.MonkeyPatch.context() as patch:
 
@@ -302,7 +310,8 @@ def spied(folder, **flags):
         patch.setattr(q, "make_envs", make_games)
         spy(EpisodeReplay, "add", lambda _, new: seen.added.append(seen.added[-1] + len(new)))
         spy(Environments, "reset", lambda _, seed, *rest: seen.seeds.append(seed))
-        spy(q, "select_actions", check_acting)
+        spy(q, "select_actions", see_acting)
+        spy(EpisodeReplay, "__init__", lambda _, size: seen.sizes.append(size))
         spy(q, "update", see_update)
         train(q, folder, **SMALL | flags)
     return seen
@@ -314,11 +323,11 @@ def finished(tmp_path_factory):
     return spied(tmp_path_factory.mktemp("finished") / "run")
 
 
-@pytest.mark.parametrize("rate, optimizer", [(1.0, "rmsprop"), (0.375, "adam")])
-def test_training_is_the_optimizer_on_minibatches(finished, tmp_path, rate, optimizer):
+@pytest.mark.parametrize("rate, optimizer, seed", [(1.0, "rmsprop", 1), (0.375, "adam", 3)])
+def test_training_is_the_optimizer_on_minibatches(finished, games, tmp_path, rate, optimizer, seed):
     """The replay is full early; updates are due for episodes that end from then on."""
-    due = 0.0
-    flags = dict(optimizer=optimizer, updates_per_episode=rate, anneal_lr=rate == 1)
+    due, flags = 0.0, dict(optimizer=optimizer, updates_per_episode=rate, seed=seed)
+    flags["anneal_lr"] = rate == 1
     seen = finished if rate == 1 else spied(tmp_path / "run", **flags)
     args = Args(**SMALL | flags)
     q.seed_everything(args.seed, 0)
@@ -335,10 +344,14 @@ def test_training_is_the_optimizer_on_minibatches(finished, tmp_path, rate, opti
     for steps, episodes in enumerate(seen.added):
         due += rate * (episodes - seen.added[max(steps - 1, 0)]) * (episodes >= args.batch_size)
         assert sum(x <= steps for x, _ in seen.updates) == int(due), (steps, episodes)
+    assert seen.sizes == [args.buffer_size]
     assert episodes > 3 * args.buffer_size and due > 4 * args.target_update_interval
     model = load(max(seen.folder.glob("checkpoint_*.pt")))
     torch.testing.assert_close(model["networks"], networks.state_dict())
     torch.testing.assert_close(model["target_networks"], target_networks.state_dict())
+    again = resume(q, seen.folder, tmp_path / "again", anneal_lr=False, learning_rate=1e-4)
+    (group,) = load(max(again.glob("checkpoint_*.pt")))["optimizer"]["param_groups"]
+    assert group["lr"] == pytest.approx(1e-4)
 
 
 def first_wins(seed, num_episodes):
@@ -359,11 +372,16 @@ def test_the_log_says_what_happened(finished, tmp_path):
         expected = np.mean(first_wins(q.seed_everything(1, step, 2), 4))
         assert points["eval/battle_won_rate"][step] == expected, step
     epsilon, rates = points["charts/epsilon"], points["charts/learning_rate"]
+    assert all(finished.epsilons[step // 3 - 1] == pytest.approx(epsilon[step]) for step in epsilon)
+    ends = [3 * i for i in range(1, 168) if finished.added[i] > finished.added[i - 1]]
+    assert sorted(points["charts/episodic_return"]) == sorted(points["charts/battle_won"]) == ends
+    assert points["charts/updates"][501] == len(finished.updates)
+    assert points["losses/td_loss"][501] > 0 and not list(finished.folder.rglob("*.mp4"))
     assert epsilon[201] == pytest.approx(1 - 0.9 * 198 / 400)
     assert epsilon[501] == pytest.approx(0.1) and rates[501] == pytest.approx(5e-4 * 3 / 501)
     assert any(0 < x < 1 for x in points["charts/battle_won"].values())
     result = json.loads((finished.folder / "result.json").read_text())
-    assert sorted(result["battle_won"]) == first_wins(q.seed_everything(1, 501, 1), 4)
+    assert sorted(result["battle_won"]) == first_wins(q.seed_everything(1, 501, 1), 5)
 
     other = spied(tmp_path / "other", seed=2, total_timesteps=300, capture_video=True)
     assert {path.parent.name for path in other.folder.rglob("*.mp4")} == {"0", "201", "evaluation"}
@@ -409,10 +427,13 @@ def test_what_would_go_wrong_is_refused(games, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Game, "payoffs", np.full((3, 3), np.inf))
     with pytest.raises(FloatingPointError):
         train(q, tmp_path / "diverging", **SMALL)
-    monkeypatch.setattr(q, "EVAL_STEPS", 1)  # an episode has two steps at least
     envs = Environments(Args(), 3)
     envs.reset(3)
-    assert q.play(q.Networks(Args(), envs.shape).agent, envs, 3) == ([], [])
+    agent = q.Networks(Args(), envs.shape).agent
+    assert q.play(agent, envs, 3)[0] == [np.inf] * 3
+    envs.reset(3)
+    monkeypatch.setattr(q, "EVAL_STEPS", 1)  # an episode has two steps at least
+    assert q.play(agent, envs, 3) == ([], [])
     assert "cut off" in capsys.readouterr().out
 
 
@@ -434,6 +455,7 @@ def test_smax_depends_on_its_seed_and_is_compiled_once():
     assert (first == again).all() and (first[0, 0] != first[0, 1]).any()
     assert (first[:5, 1] == other[:5, 0]).all() and (first[0, 0] != other[0, 0]).any()
     assert smax._step._cache_size() == 1
+    assert q.Smax("2s3z", 1).reset(seed=5)[0][1].max() <= 1  # also the types of units
     with pytest.raises(SystemExit, match=r"error: no map 3n.*2s3z.*smac/MAP"):
         q.Smax("3n", 1)
 
@@ -476,6 +498,7 @@ def test_smax_draws_units_and_ends_battles_in_time():
     late = state.state.replace(step=state.state.step + np.array([99, 100], np.int32))
     smax.simulators = (keys, state.replace(state=late))
     _, _, terminations, truncations, info = smax.step(np.full((2, 3), 4))
+    assert (np.array(smax.simulators[0]) != np.array(keys)).any(axis=1).all()  # new random numbers
     assert terminations.tolist() == [False, True] and not truncations.any()
     assert not info["final_info"]["won"].any()
     assert np.array(smax.simulators[1].state.step).tolist() == [100, 0]
@@ -486,7 +509,6 @@ MOCK = """
 import os
 from types import SimpleNamespace
 import numpy as np
-
 class StarCraft2Env:
     reward_death_value, reward_win, max_reward = 10, 200, 210
     _seed, _episode_count = None, 0
@@ -495,19 +517,15 @@ class StarCraft2Env:
     def log(self, word):
         with open(os.environ["SC2_LOG"], "a") as file:
             print(word, file=file)
-    def get_env_info(self):
-        return {"n_agents": 1, "n_actions": 3, "obs_shape": 2, "state_shape": 3}
+    get_env_info = lambda self: {"n_agents": 1, "n_actions": 3, "obs_shape": 2, "state_shape": 3}
     def reset(self):
         if self._episode_count == 0:
             self.log("launch")
             self.max_reward += 2 * 45  # counted twice, as SMAC may
         self.steps, self.enemies = 0, {0: SimpleNamespace(health_max=45, shield_max=0)}
-    def get_obs(self):
-        return [np.array([self.steps, self._seed % 1000])]
-    def get_state(self):
-        return np.array([self.steps, self.max_reward, 0], np.float32)
-    def get_avail_actions(self):
-        return [[1, 1, self.crashes]]
+    get_obs = lambda self: [np.array([self.steps, self._seed % 1000])]
+    get_state = lambda self: np.array([self.steps, self.max_reward, 0], np.float32)
+    get_avail_actions = lambda self: [[1, 1, self.crashes]]
     def step(self, actions):
         self.steps += 1
         if actions[0] == 2:
@@ -554,11 +572,13 @@ def test_games_of_starcraft_go_on_from_episode_to_episode(mock):
 
 def test_a_run_on_starcraft_launches_each_game_once(mock, monkeypatch, tmp_path):
     """Training and tests share the games; the evaluation launches its own."""
-    act = q.select_actions
+    act, reset, seeds = q.select_actions, Environments.reset, []
+    monkeypatch.setattr(Environments, "reset", lambda *x: seeds.append(x[1]) or reset(*x))
     monkeypatch.setattr(q, "select_actions", lambda *args: check_acting(*args) or act(*args))
     flags = dict(env_id="smac/calm", num_envs=1, total_timesteps=60, test_interval=25)
     train(q, tmp_path / "run", **SMALL | flags | dict(checkpoint_interval=40, eval_episodes=1))
     assert mock.read_text().split() == ["launch", "close", "launch", "close"]
+    assert len(set(seeds)) == len(seeds) > 8
     monkeypatch.setitem(sys.modules, "smac.env", None)
     with pytest.raises(SystemExit, match=r"git\+https://github.com/oxwhirl/smac"):
         train(q, tmp_path / "other", **SMALL | flags)

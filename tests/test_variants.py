@@ -61,11 +61,16 @@ def test_actions_begin_at_the_start_of_their_space_and_truncated_episodes_end(pa
     resets = (envs.reset(module.seed_everything(3), None) for _ in range(2))  # seeds spaces, too
     assert len({envs.envs.envs[0].unwrapped.observation_space.sample()[0] for _ in resets}) == 1
     envs.action_space = envs.envs.single_action_space = gym.spaces.Discrete(3, start=5)
-    step = envs.envs.step
-    envs.envs.step = lambda actions: executed.append(actions) or step(actions - 5)
+    step, tripled = envs.envs.step, lambda obs, rewards, *others: (obs, 3 * rewards, *others)
+    envs.envs.step = lambda actions: executed.append(actions) or tripled(*step(actions - 5))
     for _ in range(200):
-        envs.step(np.array([0, 1]))
-    assert executed[0].tolist() == [5, 6] and [*envs.episodes.values()] == [(-200, 200)] * 2
+        _, _, rewards, terminations, truncations, _ = envs.step(np.array([0, 1]))
+    assert truncations.all() and not terminations.any()
+    if script == "dqn_per_atari":  # the replay's actions begin at 0; rewards are not clipped
+        assert envs.executed_actions.tolist() == [0, 1] and rewards.tolist() == [-3, -3]
+    episodes, vector = [*envs.episodes.values()], envs.envs
+    assert envs.reset(1, None) is not None and envs.envs is not vector
+    assert executed[0].tolist() == [5, 6] and episodes == [(-600, 200)] * 2
 
 
 @quick
@@ -158,6 +163,8 @@ def test_lstm_update_sees_what_acting_saw(patched, tmp_path):
     flags = SMALL | PPO["lstm"] | dict(num_steps=224, sequence_length=32, learning_rate=0.0)
     train(module, tmp_path, **flags | dict(checkpoint_interval=1000, total_timesteps=896))
     assert inner_starts > 0 and max(abs(x) for x in ratios) < 1e-6
+    env = module.make_env(module.Args("Pendulum-v1", num_observed=2), None)
+    assert np.hypot(*env.reset()[0]) == pytest.approx(1)  # cosine and sine
 
 
 @quick
@@ -197,6 +204,7 @@ def test_rnd_rewards_and_target(patched, tmp_path):
         return result
 
     def recorded_gae(*inputs):
+        assert inputs[-1] == 0.8
         if inputs[-2] == 0.9:  # the intrinsic one
             calls[-1].append(inputs)
         advantages.append(gae(*inputs).clone())
@@ -204,11 +212,11 @@ def test_rnd_rewards_and_target(patched, tmp_path):
 
     def checked_loss(agent, minibatch, args):
         obs, _, _, _, given, _, _, int_returns = minibatch
-        assert torch.isin(given, 2 * advantages[-2] + advantages[-1]).all()
+        assert torch.isin(given, 3 * advantages[-2] + 0.5 * advantages[-1]).all()
         loss, metrics = ppo_loss(agent, minibatch, args)
         expected = 0.5 * (agent.int_critic(obs)[:, 0] - int_returns).square().mean()
         x, weights = minibatch[6].clip(-5, 5), [agent.int_critic[4].bias, agent.predictor[4].bias]
-        expected = 0.5 * expected + (agent.predictor(x) - agent.target(x)).square().mean()
+        expected = 0.7 * expected + (agent.predictor(x) - agent.target(x)).square().mean()
         gradients = [torch.autograd.grad(y, weights, retain_graph=True) for y in (loss, expected)]
         torch.testing.assert_close(*gradients)
         assert torch.isin(int_returns, advantages[-1] + calls[-1][3][1]).all()
@@ -217,6 +225,7 @@ def test_rnd_rewards_and_target(patched, tmp_path):
     module.Agent.prediction_error = recorded_error
     module.compute_gae, module.ppo_loss = recorded_gae, checked_loss
     flags = SMALL | dict(int_gamma=0.9, num_steps=300, total_timesteps=1200)
+    flags |= dict(ext_coef=3.0, int_coef=0.5, vf_coef=0.7, gae_lambda=0.8)
     train(module, tmp_path / "run", **flags | dict(checkpoint_interval=1200))
     discounted, seen = np.zeros(2), []
     for agent, next_obs, result, (rewards, values, next_values, *ends, _, _) in calls:

@@ -34,6 +34,10 @@ def test_learns_and_resumes(variant, monkeypatch, tmp_path, name):
             layers = nn.AvgPool2d(42), nn.Flatten(), nn.Linear(16, 512), nn.ReLU()
             self.trunk = nn.Sequential(*layers)
 
+        def forward(self, obs):
+            assert self.training == (len(obs) != 2)  # of the evaluation
+            return super().forward(obs)
+
     monkeypatch.setattr(module, "AtariVectorEnv", Tiny)
     monkeypatch.setattr(module, "QNetwork", Small)
     flags = {flag: value for flag, value in LEARNS.items() if hasattr(module.Args, flag)}
@@ -53,11 +57,16 @@ def losses(module, method, double=True):
     for network in networks:
         list(network.parameters())[-2].data.mul_(40)  # far enough apart to disagree
     args, batch = module.Args(), make_batch(8)
-    args.double, args.munchausen_tau = double, 0.3  # the entropy would be tiny
-    loss, errors, _ = module.td_loss(*networks, batch, args)
+    vars(args).update(double=double, munchausen_alpha=0.7, munchausen_clip=-0.8, munchausen_tau=0.3)
+    loss, errors, metrics = module.td_loss(*networks, batch, args)
     with torch.no_grad():
         x = [getattr(n, method)(batch[k]).double().numpy() for k in (0, 4) for n in networks]
         q_values = networks[0](batch[0])
+        assert module.QNetwork((4, 84, 84), 6, False)(batch[0]).shape == (8, 6)
+    taken = q_values[range(8), batch[1]].mean()
+    torch.testing.assert_close(metrics["q_values"], taken, rtol=1e-4, atol=1e-4)
+    value = networks[0].value(networks[0].trunk(batch[0].float() / 255)).squeeze(1)
+    torch.testing.assert_close(getattr(networks[0], method)(batch[0]).mean(1), value)
     columns = [column.numpy() for column in batch[1:4] + batch[5:]]
     return loss.item(), errors.numpy(), columns, x, q_values
 
@@ -109,8 +118,8 @@ def test_qr_loss(variant, double):
 def test_munchausen_target(variant):
     _, td_errors, (actions, rewards, discounts, _), x, _ = losses(variant("munchausen"), "forward")
     logs = [y / 0.3 - np.logaddexp.reduce(y / 0.3, 1, keepdims=True) for y in x]
-    bonuses = 0.9 * np.clip(0.3 * logs[1][ROWS, actions], -1, 0)
-    assert min(bonuses) == -0.9 < max(bonuses)  # some are clipped
+    bonuses = 0.7 * np.clip(0.3 * logs[1][ROWS, actions], -0.8, 0)
+    assert min(bonuses) == 0.7 * -0.8 < max(bonuses)  # some are clipped
     soft_values = (np.exp(logs[3]) * (x[3] - 0.3 * logs[3])).sum(1)
     deltas = rewards + bonuses + discounts * soft_values - x[0][ROWS, actions]
     np.testing.assert_allclose(td_errors, deltas, rtol=1e-3, atol=1e-3)
@@ -159,7 +168,8 @@ def test_pqn_network_loss_and_returns(variant):
 def test_pqn_bootstraps_from_the_largest_value(variant, monkeypatch, tmp_path):
     module = variant("pqn")
 
-    def returns_of(rewards, next_values, terminations, truncations, *_):
+    def returns_of(rewards, next_values, terminations, truncations, *coefficients):
+        assert coefficients == (0.9, 0.3)
         assert (next_values == 200).all() and (terminations.sum(), truncations.sum()) == (28, 4)
         return rewards
 
@@ -169,7 +179,8 @@ def test_pqn_bootstraps_from_the_largest_value(variant, monkeypatch, tmp_path):
     monkeypatch.setattr(module.QNetwork, "forward", forward)
     monkeypatch.setattr(module, "AtariVectorEnv", Tiny)
     monkeypatch.setattr(module, "lambda_returns", returns_of)
-    train(module, tmp_path, num_envs=4, num_minibatches=4, total_timesteps=256, eval_episodes=2)
+    flags = dict(num_envs=4, num_minibatches=4, gamma=0.9, td_lambda=0.3, eval_episodes=2)
+    train(module, tmp_path, **flags, total_timesteps=256)
 
 
 def test_live_learning_rate(variant, monkeypatch, tmp_path, capsys):
