@@ -365,7 +365,7 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
                 truncations = truncations & ~terminations
                 if args.bootstrap_truncation and truncations.any():  # [TIME]
                     with torch.no_grad():
-                        _, final_value = agent(torch.from_numpy(next_obs).to(device))
+                        final_value = agent(torch.from_numpy(next_obs).to(device))[1].view(N)
                     rewards[t] += args.gamma * final_value.float().cpu().numpy() * truncations
                 global_step += N
                 run.log_episodes(global_step, envs.episodes)

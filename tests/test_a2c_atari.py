@@ -18,11 +18,6 @@ SMALL = dict(num_envs=2, num_steps=5, total_timesteps=100, checkpoint_interval=3
 SMALL |= dict(eval_episodes=2, env_threads=1, torch_threads=1, cuda=False, log_interval=1)
 
 
-@pytest.fixture
-def no_evaluation(monkeypatch):
-    monkeypatch.setattr(a2c, "evaluate", lambda *_: [0.0])
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_returns(precision):
@@ -199,8 +194,8 @@ def test_updates_are_the_papers_in_float64(tmp_path, limit_games, name):
             torch.testing.assert_close(q - first, moved, **close)
         logs = {"losses/policy_loss": -gain, "losses/value_loss": value_loss}
         logs |= {"losses/entropy": entropy, "losses/grad_norm": norms[-1]}
-        logs["losses/explained_variance"] = 1 - error.var() / returns.var()
-        logs["charts/learning_rate"] = expected_lr
+        explained = 1 - error.var() / returns.var()
+        logs |= {"losses/explained_variance": explained, "charts/learning_rate": expected_lr}
         for tag, value in logs.items():
             value = torch.as_tensor(value).item()
             assert points[tag][15 * k + 15] == pytest.approx(value, rel=1e-2, abs=1e-5), (tag, k)
@@ -250,7 +245,11 @@ def finished(tmp_path_factory):
     return folder, seeds
 
 
-def test_seeds_checkpoints_and_flags_given_at_a_resume(finished, tmp_path, no_evaluation):
+def test_seeds_checkpoints_and_flags_given_at_a_resume(finished, tmp_path, monkeypatch):
+    """And denormals are flushed in training."""
+    flushes = torch.set_flush_denormal(True)  # whether this processor can
+    torch.set_flush_denormal(False)
+    monkeypatch.setattr(a2c, "evaluate", lambda *_: [0.0])
     folder, seeds = finished
     assert len(seeds) == len(set(seeds)) == 9, seeds
     names = sorted(path.name for path in folder.glob("checkpoint_*"))
@@ -260,6 +259,7 @@ def test_seeds_checkpoints_and_flags_given_at_a_resume(finished, tmp_path, no_ev
     folder = resume(a2c, folder, tmp_path / "run", learning_rate=1e-5, total_timesteps=110)
     (group,) = load(folder / "checkpoint_000000000110.pt")["optimizer"]["param_groups"]
     assert group["lr"] == pytest.approx(1e-5, rel=1e-12)
+    assert (torch.full((8,), 1e-30) * 1e-9).view(torch.int32).any() == (not flushes)
 
 
 def test_episodes_are_logged_unclipped_and_losses_by_interval(tmp_path, limit_games):
@@ -271,15 +271,14 @@ def test_episodes_are_logged_unclipped_and_losses_by_interval(tmp_path, limit_ga
     returns = points["charts/episodic_return"]
     assert list(returns) == [200, 400] and max(returns.values()) > 5
     assert list(points["eval/episodic_return"]) == [410]
-    assert list(points["losses/entropy"]) == [*range(40, 410, 40), 410]
+    assert [*range(40, 410, 40), 410] == [*points["losses/entropy"]] == [*points["charts/SPS"]]
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_evaluation_counts_first_episodes(tmp_path, monkeypatch, limit_games, greedy):
+def test_evaluation_counts_first_episodes(tmp_path, monkeypatch, limit_games, capsys, greedy):
     limit_games(a2c, 250)
     args = a2c.Args(**SMALL | dict(env_id="ALE/SpaceInvaders-v5", eval_episodes=3, greedy=greedy))
-    envs = a2c.AtariEnvs(args, 1)
-    agent = a2c.Agent(envs.obs_shape, envs.num_actions, 4)
+    agent = a2c.Agent((4, 84, 84), 6, 4)
     agent.policy_head.bias.data[2] = 0.5  # nearly uniform, but greedy always the same action
     model = {"agent": agent.state_dict(), "global_step": 0}
     episodes, actions, modes = [], [], []
@@ -293,6 +292,7 @@ def test_evaluation_counts_first_episodes(tmp_path, monkeypatch, limit_games, gr
         if len(actions) == 20:  # the rest is a second episode of environment 1
             self.episodes = self.episodes | {1: (7.0, 20)}
         actions.append(given)
+        self.lengths[1] = 0  # as if its episodes were short
         self.returns += len(actions) > 63  # in the last evaluation, whose episodes do not end
         episodes.append(self.episodes)
         return result
@@ -305,6 +305,9 @@ def test_evaluation_counts_first_episodes(tmp_path, monkeypatch, limit_games, gr
     assert max(returns) > 1 and not any(modes)  # unclipped, in evaluation mode
     monkeypatch.setattr(a2c, "EVAL_STEPS", 5)
     assert a2c.evaluate(args, model, tmp_path) == [5.0] * 3 and len(actions) == 63 + 5
+    output = capsys.readouterr().out
+    assert f" +- {np.std(returns):.2f}, 3 episodes" in output
+    assert "cut off after 5 " in output and "5.00 +- 0.00, 0 episodes" in output
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
@@ -336,13 +339,18 @@ class Changed(a2c.Agent):
         return policy, value[:, None]
 
 
-@pytest.mark.parametrize("optimizer", [a2c.RMSprop, lambda p, lr, **_: torch.optim.AdamW(p, lr)])
-def test_a_changed_script_resumes_exactly(tmp_path, monkeypatch, no_evaluation, optimizer):
+@pytest.mark.parametrize("anneal_lr", [False, True])
+def test_a_changed_script_resumes_exactly(tmp_path, monkeypatch, limit_games, anneal_lr):
+    limit_games(a2c, 60)
+    optimizer = a2c.RMSprop if anneal_lr else lambda p, lr, **_: torch.optim.AdamW(p, lr)
     monkeypatch.setattr(a2c, "Agent", Changed)
-    monkeypatch.setattr(a2c, "RMSprop", optimizer)
-    folder = train(a2c, tmp_path / "run", **SMALL, anneal_lr=True)
+    monkeypatch.setattr(a2c, "evaluate", lambda *_: [0.0])
+    monkeypatch.setattr(a2c, "RMSprop", lambda p, lr, **x: optimizer(p, 2 * lr, **x))
+    folder = train(a2c, tmp_path / "run", **SMALL, anneal_lr=anneal_lr)
     middle, last = sorted(folder.glob("checkpoint_*.pt"))
     before, whole = load(middle), load(last)
+    rate = whole["optimizer"]["param_groups"][0]["lr"]
+    assert rate == pytest.approx(2 * 7e-4 * (0.1 if anneal_lr else 1))
     for name, x in whole["agent"].items():
         assert x.equal(before["agent"][name]) == name.startswith("convolutions"), name
     last.unlink()
@@ -356,11 +364,3 @@ def test_sizes_that_do_not_fit_are_refused_before_a_folder_is_made(tmp_path, fla
     with pytest.raises(SystemExit, match=r"^error: "):
         train(a2c, tmp_path / "run", **SMALL | {flag: value})
     assert not (tmp_path / "run").exists()
-
-
-def test_what_speeds_the_cpu_up(tmp_path, no_evaluation):
-    flushes = torch.set_flush_denormal(True)  # whether this processor can
-    torch.set_flush_denormal(False)
-    train(a2c, tmp_path, **SMALL | dict(total_timesteps=10))
-    product = torch.full((8,), 1e-30) * 1e-9
-    assert product.view(torch.int32).any() == (not flushes)

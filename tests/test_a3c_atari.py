@@ -58,7 +58,7 @@ class Tape:
 
         class AtariEnvs(a3c.AtariEnvs):
             def reset(self, seed, videos):
-                assert (videos is None) == (worker > 0)
+                assert videos == (None if worker else folder / f"videos/{int(tape.start)}")
                 tape.resets.append((len(tape.steps), seed, torch.initial_seed()))
                 self.obs = super().reset(seed, None)
                 return self.obs
@@ -126,11 +126,9 @@ def plain_step(w, obs, state):
 
 def papers_gradient(tape, theta, rollout, state):
     """[A3C] Alg. S3 step by step in one graph, in float64. Returns the gradient and the state."""
-    args, names = tape.args, [name for name, _ in tape.model.named_parameters()]
-    shapes = [p.shape for p in tape.model.parameters()]
-    pieces = theta.double().split([shape.numel() for shape in shapes])
-    pieces = [piece.reshape(shape) for piece, shape in zip(pieces, shapes)]
-    w = {name: piece.requires_grad_() for name, piece in zip(names, pieces)}
+    args, model = tape.args, copy.deepcopy(tape.model).double()
+    nn.utils.vector_to_parameters(theta.double(), model.parameters())
+    w = dict(model.named_parameters())
     state = tuple(part.detach() for part in state)
     outputs = []
     for row in rollout:
@@ -154,9 +152,8 @@ def papers_gradient(tape, theta, rollout, state):
 
 
 CLIPPED = dict(optimizer="rmsprop", max_grad_norm=0.5, learning_rate=1e-3)
-LIVES = dict(episodic_life=True, max_episode_length=60, ent_coef=0.1, vf_coef=0.25, gamma=0.9)
-LIVES |= dict(anneal_lr=True, others=300, num_workers=2, total_timesteps=500)
-LIVES |= dict(checkpoint_interval=430)
+LIVES = dict(episodic_life=True, others=300, num_workers=2, ent_coef=0.1, vf_coef=0.25, gamma=0.9)
+LIVES |= dict(anneal_lr=True, max_episode_length=60, total_timesteps=500, checkpoint_interval=430)
 NO_LSTM = dict(env_id="SpaceInvadersNoFrameskip-v4", lstm=False, optimizer="rmsprop")
 LEARNERS = {"LSTM, Adam": {}, "RMSprop, clipped": CLIPPED, "lives": LIVES, "no LSTM": NO_LSTM}
 
@@ -185,10 +182,8 @@ def test_every_gradient_that_is_applied_is_the_papers(tape):
     ended = [[row["terminated"] or row["truncated"] for row in rollout] for rollout in rollouts]
     assert not any(any(rows[:-1]) for rows in ended)
     assert all(len(rows) == 9 or rows[-1] for rows in ended)
-    if tape.args.max_grad_norm < 1:
-        assert max(grad_norms) > 0.499
-    if tape.args.episodic_life:
-        assert sum(map(sum, ended)) > 2
+    assert tape.args.max_grad_norm > 1 or max(grad_norms) > 0.499
+    assert not tape.args.episodic_life or sum(map(sum, ended)) > 2
 
 
 def test_the_optimizer_is_the_one_of_its_name_with_its_rate(tape):
@@ -288,13 +283,13 @@ def test_the_network_sees_the_field_without_the_borders():
 
 
 def test_exploration_and_what_is_logged(tmp_path):
-    options = dict(total_timesteps=300, num_steps=20, max_episode_length=100, log_interval=7)
-    tape = Tape(tmp_path, checkpoint_interval=5000, **options)
-    expected = [(i + 1, row["episodes"]) for i, row in enumerate(tape.steps) if row["episodes"]]
+    options = dict(total_timesteps=350, num_steps=20, max_episode_length=100, log_interval=7)
+    tape = Tape(tmp_path, checkpoint_interval=5000, num_workers=2, others=50, **options)
+    expected = [(i + 51, row["episodes"]) for i, row in enumerate(tape.steps) if row["episodes"]]
     assert [message[:2] for message in tape.messages if message[1]] == expected != []
     assert {row["sampled"] for row in tape.steps} == {0, 1, 2, 3}  # all actions are explored
     losses = [(step, tags) for step, _, tags in tape.messages if tags]
-    assert [step for step, _ in losses] == [update["steps"] for update in tape.updates][::7]
+    assert [step - 50 for step, _ in losses] == [x["steps"] for x in tape.updates][::7]
     for _, tags in losses:
         assert 0 < tags["losses"]["entropy"] < np.log(4) + 1e-6
         assert tags["charts"]["learning_rate"] == 2e-4
@@ -316,9 +311,10 @@ def test_workers_seeds_and_checkpoints_have_different_episodes_and_random_number
 
 def test_a_worker_uses_the_threads_it_is_given_and_flushes_denormals(monkeypatch):
     monkeypatch.setattr(a3c.threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     torch.set_flush_denormal(False)
     a3c.prepare_worker(a3c.Args(torch_threads=2))
-    assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 2 and torch.backends.cudnn.deterministic
     assert (torch.full((8,), 1e-30) * 1e-9).view(torch.int32).eq(0).all()
 
 
@@ -349,12 +345,13 @@ def test_evaluation(tmp_path, monkeypatch, capsys):
         if len(actions) == 20:
             self.episodes = self.episodes | {1: (7.0, 20)}  # a second one follows
         actions.append(chosen)
+        self.lengths[1] = 0  # as if its episodes were short
         self.returns += len(actions) > 60  # in the last evaluation, whose episodes do not end
         ended.append(result[3] | result[4])
         return result
 
     def forward(self, obs, lstm_state, forward=a3c.Agent.forward):
-        assert not self.training
+        assert not self.training and not torch.is_grad_enabled()
         zero.append((torch.stack(list(lstm_state)) == 0).all(-1).all(0).numpy())
         return forward(self, obs, lstm_state)
 
@@ -371,7 +368,9 @@ def test_evaluation(tmp_path, monkeypatch, capsys):
     assert torch.initial_seed() == a3c.seed_everything(2, 0, 1)  # no worker's
     monkeypatch.setattr(a3c, "EVAL_STEPS", 10)
     assert a3c.evaluate(args, model, tmp_path) == [10.0] * 2
-    assert "0 episodes" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f" +- {np.std(returns):.2f}, 2 episodes" in output
+    assert "cut off after 10 " in output and "10.00 +- 0.00, 0 episodes" in output
 
 
 def test_what_workers_start_from(tmp_path, monkeypatch):
@@ -395,7 +394,7 @@ def test_what_workers_start_from(tmp_path, monkeypatch):
     assert isinstance(adam, a3c.SharedAdam)
     assert adam.param_groups[0].items() >= {"lr": 1e-4, **ADAM}.items()
     agent = a3c.Agent((1, 105, 80), 4, a3c.Args())
-    saved = make_optimizer(a3c.Args(optimizer="rmsprop"), agent)
+    saved = make_optimizer(a3c.Args(optimizer="rmsprop", learning_rate=2e-4), agent)
     for i, x in enumerate(states(saved)):
         x.fill_(i)
     checkpoint = {"agent": agent.state_dict(), "optimizer": saved.state_dict()}
@@ -404,7 +403,7 @@ def test_what_workers_start_from(tmp_path, monkeypatch):
     assert_same(dict(model.state_dict()), dict(agent.state_dict()))
     assert_same(states(optimizer), states(saved))
     assert optimizer.defaults.items() >= {"lr": 0.5, **RMSPROP}.items() and steps.sum() == 50
-    assert optimizer.param_groups[0].items() >= {"lr": pytest.approx(0.5), **RMSPROP}.items()
+    assert optimizer.param_groups[0].items() >= {"lr": pytest.approx(1.0), **RMSPROP}.items()
     with pytest.raises(SystemExit, match="--optimizer"):
         a3c.train(a3c.Args(**SMALL), tmp_path / "other", checkpoint)
 
@@ -449,9 +448,10 @@ def test_two_workers_to_the_end(tmp_path):
     folder = tmp_path / "run"
     steps = [load(path)["global_step"] for path in sorted(folder.glob("checkpoint_*.pt"))]
     assert 250 <= steps[0] < 290 and 400 <= steps[1] < 440 and len(steps) == 2
-    lengths, entropy = (logged(folder)[x] for x in ("charts/episodic_length", "losses/entropy"))
+    points = logged(folder)
+    lengths, entropy = points["charts/episodic_length"], points["losses/entropy"]
     assert set(lengths.values()) == {40} and max(lengths) > 200
-    assert 0 not in lengths and 0 not in entropy  # logged at the steps at which they happened
+    assert {*lengths, *entropy, *steps} <= {*points["charts/SPS"]} - {0}  # when they happened
 
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGINT", "diverged", "Ctrl-C", "killed"])

@@ -76,8 +76,8 @@ def test_games_are_the_plain_emulators(limit_games, env_id, num_envs, steps, lim
     limit_games(a2c, limit)
     args, rng = make_args(env_id=env_id, episodic_life=episodic_life), np.random.default_rng(0)
     envs = a2c.AtariEnvs(args, num_envs)
-    previous = envs.reset(3, None)
-    assert envs.obs_shape == (4, 84, 84)
+    previous = envs.reset(3, "videos")
+    assert envs.obs_shape == (4, 84, 84) and not envs.video_folder  # without --capture-video
     # The frame numbers say how many no-ops there were, which the emulator's vector draws
     games = [Plain(args, 3 + n, frame, limit) for n, frame in enumerate(envs.counter)]
     assert num_envs == 1 or len({*envs.counter}) > 1
@@ -146,22 +146,17 @@ def test_videos_show_the_episodes_that_were_played(tmp_path, monkeypatch, limit_
     from imageio_ffmpeg import read_frames
 
     limit_games(a2c, 160)
-    seen, saved, step, save_video = [], [], a2c.AtariEnvs.step, a2c.AtariEnvs.save_video
+    games, seen, saved, save = a2c.AtariEnvs, [], [], a2c.AtariEnvs.save_video
 
-    def recorded_step(self, actions):
+    def recorded_step(self, actions, step=a2c.AtariEnvs.step):
         result = step(self, actions)
         seen.append(result[0][0, -1].copy())
         return result
 
-    def recorded_save(self):
-        saved.append(self.video_frames)
-        save_video(self)
-
-    monkeypatch.setattr(a2c.AtariEnvs, "step", recorded_step)
-    monkeypatch.setattr(a2c.AtariEnvs, "save_video", recorded_save)
-    options = dict(total_timesteps=200, num_steps=5, checkpoint_interval=100, eval_episodes=2)
-    options |= dict(conv3_filters=4, capture_video=True)
-    a2c.train(make_args(env_id="ALE/SpaceInvaders-v5", **options), tmp_path, None)
+    monkeypatch.setattr(games, "step", recorded_step)
+    monkeypatch.setattr(games, "save_video", lambda x: saved.append(x.video_frames) or save(x))
+    flags = dict(total_timesteps=200, checkpoint_interval=100, eval_episodes=2, conv3_filters=4)
+    a2c.train(make_args(env_id="ALE/SpaceInvaders-v5", capture_video=True, **flags), tmp_path, None)
     for frames, name, start in zip(saved, ("0", "100", "evaluation"), (0, 50, 100), strict=True):
         np.testing.assert_array_equal(frames, seen[start : start + 40])
         (path,) = (tmp_path / "videos" / name).glob("*.mp4")
@@ -172,10 +167,11 @@ def test_videos_show_the_episodes_that_were_played(tmp_path, monkeypatch, limit_
 def test_every_truncation_ends_an_episode(limit_games):
     """Also where the next episode's counter of frames starts above where this one's ended."""
     limit_games(a2c, 24)
-    envs = a2c.AtariEnvs(make_args(env_id="ALE/Breakout-v5"), 4)
-    envs.reset(1, None)
-    step, truncated = envs.envs.step, 0
-    envs.envs.step = lambda x: (*(y := step(x))[:2], *np.array(y[2:4], int), y[4])  # integers
+    envs = a2c.AtariEnvs(make_args(env_id="ALE/Breakout-v5", capture_video=True), 4)
+    envs.reset(1, "videos")
+    envs.save_video = None  # not to be called: the first game does not end
+    ends, step, truncated = np.array([0, 1, 1, 1]), envs.envs.step, 0  # integers
+    envs.envs.step = lambda x: (*(y := step(x))[:2], *(ends * y[2:4]), y[4])
     for _ in range(60):
         *_, truncations, _ = envs.step(np.zeros(4, int))
         assert truncations.dtype == envs.fire.dtype == bool

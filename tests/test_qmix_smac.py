@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_resumes, assert_same, cases, check, load, logged, resume, train
+from gymnasium.utils import save_video
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 
@@ -19,10 +20,9 @@ from qmix_smac import Args, Environments, Episode, EpisodeReplay, Shape
 
 # Intervals that do not divide each other, and a replay buffer that overflows
 SMALL = dict(num_envs=3, total_timesteps=500, checkpoint_interval=200, batch_size=4, buffer_size=24)
-SMALL |= dict(test_interval=170, test_nepisode=4, rnn_hidden_dim=8, epsilon_finish=0.1)
-SMALL |= dict(log_interval=50, epsilon_anneal_time=400, target_update_interval=7, max_grad_norm=1.5)
-SMALL |= dict(updates_per_episode=1.0, td_lambda=0.0, optimizer="rmsprop", learning_rate=5e-4)
-SMALL |= dict(eval_episodes=5)
+SMALL |= dict(test_interval=170, log_interval=40, eval_episodes=5, rnn_hidden_dim=8, td_lambda=0.0)
+SMALL |= dict(target_update_interval=7, epsilon_anneal_time=400, test_nepisode=4, max_grad_norm=1.5)
+SMALL |= dict(updates_per_episode=1.0, optimizer="rmsprop", learning_rate=5e-4, epsilon_finish=0.1)
 SHAPE = Shape(n_agents=3, n_actions=4, obs_dim=5, state_dim=6)
 quick = pytest.mark.quick
 
@@ -55,11 +55,12 @@ class Game(gym.Env):
         self.t += 1
         ended, even = self.t == self.length, self.length % 2 == 0
         reward = self.payoffs[actions[0], actions[1]]
+        actions[:] = 0  # the caller's array
         info = {"won": np.True_} if self.won else {}
         return self.observe(), reward, ended and not even, ended and even, info
 
     def render(self):
-        return np.zeros((16, 16, 3), np.uint8)
+        return np.full((16, 16, 3), self.length, np.uint8)  # so a video's frames are as many
 
 
 def make_games(args, num_envs):
@@ -261,7 +262,7 @@ def test_episodes_hold_what_happened(games):
         dones, finished = envs.step(actions), iter(envs.finished)
         assert sorted(envs.episodes) == sorted(envs.wins) == np.flatnonzero(dones).tolist()
         for i, game in enumerate(plain):
-            observation, reward, terminated, truncated, info = game.step(actions[i])
+            observation, reward, terminated, truncated, info = game.step(actions[i].copy())
             assert dones[i] == (terminated or truncated)
             observed[i].append(observation)
             taken[i].append(actions[i])
@@ -284,13 +285,13 @@ def check_acting(agent, envs, hidden, *epsilon):
     """Memory is empty just where an episode starts; tests do not explore, nor drop out."""
     first = (envs.last_actions == -1).all(axis=1)
     assert (hidden == 0).flatten(1).all(dim=1).tolist() == first.tolist()
-    assert agent.training == bool(epsilon)
+    assert agent.training == bool(epsilon) and not hidden.requires_grad
 
 
 def spied(folder, **flags):
     """Train on games. Records episodes in all after each step, and (steps, batch) of updates."""
     seen = types.SimpleNamespace(folder=folder, added=[0], updates=[], seeds=[], sizes=[])
-    seen.epsilons, seen.agents = [], set()
+    seen.epsilons, seen.agents, seen.videos = [], set(), []
 
     def see_update(networks, target_networks, optimizer, batch, args):
         seen.updates.append((len(seen.added) - 1, batch))
@@ -305,7 +306,7 @@ def spied(folder, **flags):
 
         def spy(owner, name, see):
             function = getattr(owner, name)
-            patch.setattr(owner, name, lambda *args: see(*args) or function(*args))
+            patch.setattr(owner, name, lambda *args, **kw: see(*args) or function(*args, **kw))
 
         patch.setattr(q, "make_envs", make_games)
         spy(EpisodeReplay, "add", lambda _, new: seen.added.append(seen.added[-1] + len(new)))
@@ -313,6 +314,7 @@ def spied(folder, **flags):
         spy(q, "select_actions", see_acting)
         spy(EpisodeReplay, "__init__", lambda _, size: seen.sizes.append(size))
         spy(q, "update", see_update)
+        spy(save_video, "save_video", lambda frames, *_: seen.videos.append(frames))
         train(q, folder, **SMALL | flags)
     return seen
 
@@ -375,7 +377,7 @@ def test_the_log_says_what_happened(finished, tmp_path):
     assert all(finished.epsilons[step // 3 - 1] == pytest.approx(epsilon[step]) for step in epsilon)
     ends = [3 * i for i in range(1, 168) if finished.added[i] > finished.added[i - 1]]
     assert sorted(points["charts/episodic_return"]) == sorted(points["charts/battle_won"]) == ends
-    assert points["charts/updates"][501] == len(finished.updates)
+    assert points["charts/updates"][501] == len(finished.updates) and 501 in points["charts/SPS"]
     assert points["losses/td_loss"][501] > 0 and not list(finished.folder.rglob("*.mp4"))
     assert epsilon[201] == pytest.approx(1 - 0.9 * 198 / 400)
     assert epsilon[501] == pytest.approx(0.1) and rates[501] == pytest.approx(5e-4 * 3 / 501)
@@ -385,6 +387,7 @@ def test_the_log_says_what_happened(finished, tmp_path):
 
     other = spied(tmp_path / "other", seed=2, total_timesteps=300, capture_video=True)
     assert {path.parent.name for path in other.folder.rglob("*.mp4")} == {"0", "201", "evaluation"}
+    assert all((np.array(x) == len(x)).all() for x in other.videos) and len(other.videos) == 3
     seeds = finished.seeds + other.seeds
     assert len(seeds) == 3 + 3 + 1 + 2 + 2 + 1 and len({x // 100 for x in seeds}) == len(seeds)
     assert 0 <= min(seeds) and max(seeds) < 2**31
@@ -403,15 +406,20 @@ class OwnAgent(q.Agent):
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_training_resumes_exactly_also_with_changes(games, monkeypatch, tmp_path, changed):
+def test_training_resumes_exactly_also_with_changes(games, monkeypatch, tmp_path, changed, capsys):
+    adam = torch.optim.AdamW if changed else torch.optim.Adam
+    monkeypatch.setattr(torch.optim, "Adam", lambda p, lr, fused: adam(p, 2 * lr))
     if changed:
         monkeypatch.setattr(q, "Agent", OwnAgent)
-        monkeypatch.setattr(torch.optim, "Adam", torch.optim.AdamW)
-    flags = dict(optimizer="adam", td_lambda=0.6, updates_per_episode=0.6)
+    flags = dict(optimizer="adam", td_lambda=0.6, updates_per_episode=0.6, anneal_lr=changed)
     whole = assert_resumes(q, tmp_path, **SMALL | flags)
+    output, result = capsys.readouterr().out, json.loads((whole / "result.json").read_text())
+    won, std = np.mean(result["battle_won"]), np.std(result["episodic_return"])
+    assert f" +- {std:.2f}, {won:.1%} won, 5 episodes" in output and "no update" not in output
     with pytest.raises(SystemExit, match="--optimizer"):
         resume(q, whole, tmp_path / "other", optimizer="rmsprop", total_timesteps=10**6)
     points, theirs = logged(whole), logged(tmp_path / "again")
+    assert points["charts/learning_rate"][501] == pytest.approx(1e-3 * (3 / 501 if changed else 1))
     for tag in points.keys() - {"charts/SPS"}:
         later = {step: x for step, x in points[tag].items() if step in theirs[tag]}
         assert theirs[tag] == later and max(theirs[tag]) == max(points[tag]), tag
@@ -492,11 +500,13 @@ def test_battles_of_smax():
 def test_smax_draws_units_and_ends_battles_in_time():
     smax = q.Smax("3m", 2)
     smax.reset(seed=1)
-    colors = {tuple(color) for color in smax.render()[0].reshape(-1, 3).tolist()}
-    assert colors == {(0, 0, 0), (80, 140, 255), (255, 90, 80)}
     keys, state = smax.simulators
     late = state.state.replace(step=state.state.step + np.array([99, 100], np.int32))
+    late = late.replace(unit_alive=late.unit_alive.at[0, 0].set(False))
     smax.simulators = (keys, state.replace(state=late))
+    places = np.array(late.unit_positions[0] * 248 / 32, int)
+    colors = [smax.render()[0][255 - y, x].tolist() for x, y in places]
+    assert colors == [[0, 0, 0], *[[80, 140, 255]] * 2, *[[255, 90, 80]] * 3]
     _, _, terminations, truncations, info = smax.step(np.full((2, 3), 4))
     assert (np.array(smax.simulators[0]) != np.array(keys)).any(axis=1).all()  # new random numbers
     assert terminations.tolist() == [False, True] and not truncations.any()
@@ -514,9 +524,7 @@ class StarCraft2Env:
     _seed, _episode_count = None, 0
     def __init__(self, map_name):
         self.crashes = map_name == "toy"
-    def log(self, word):
-        with open(os.environ["SC2_LOG"], "a") as file:
-            print(word, file=file)
+    log = lambda self, word: print(word, file=open(os.environ["SC2_LOG"], "a"))
     get_env_info = lambda self: {"n_agents": 1, "n_actions": 3, "obs_shape": 2, "state_shape": 3}
     def reset(self):
         if self._episode_count == 0:
@@ -566,7 +574,7 @@ def test_games_of_starcraft_go_on_from_episode_to_episode(mock):
     assert not envs.episodes and not envs.wins  # a crashed episode is dropped
     assert envs.step(np.array([[0], [0]])).tolist() == [False, True]
     assert envs.wins == {1: 0.0} and envs.finished[0].terminations[-1] == 1  # the time limit
-    envs.envs.close()
+    envs.envs.close(terminate=True)  # by SIGTERM
     assert sorted(mock.read_text().split()) == ["close", "close", "launch", "launch"]
 
 
