@@ -156,7 +156,7 @@ def test_videos_show_the_episodes_that_were_played(tmp_path, monkeypatch, limit_
     monkeypatch.setattr(games, "step", recorded_step)
     monkeypatch.setattr(games, "save_video", lambda x: saved.append(x.video_frames) or save(x))
     flags = dict(total_timesteps=200, checkpoint_interval=100, eval_episodes=2, conv3_filters=4)
-    a2c.train(make_args(env_id="ALE/SpaceInvaders-v5", capture_video=True, **flags), tmp_path, None)
+    a2c.train(make_args(env_id="ALE/Breakout-v5", capture_video=True, **flags), tmp_path, None)
     for frames, name, start in zip(saved, ("0", "100", "evaluation"), (0, 50, 100), strict=True):
         np.testing.assert_array_equal(frames, seen[start : start + 40])
         (path,) = (tmp_path / "videos" / name).glob("*.mp4")

@@ -103,13 +103,14 @@ def test_a_removed_argument_is_named_and_ignored(finished, tmp_path, monkeypatch
     checkpoint["args"]["old_flag"] = 3
     torch.save(checkpoint, tmp_path / "model.pt")
     flags = f"--evaluate {tmp_path}/model.pt --seed=5 --torch-threads=3 --no-torch-deterministic"
-    monkeypatch.setattr(sys, "argv", ["x.py", *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["x.py", "--cuda", *flags.split()])
     monkeypatch.setattr(torch, "set_num_threads", (calls := []).append)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(ppo, "evaluate", lambda *arguments: calls.append(arguments))
     ppo.main()
-    threads, (args, _, folder) = calls
-    assert "old_flag" in capsys.readouterr().out and not torch.backends.cudnn.deterministic
+    threads, (args, _, folder), output = *calls, capsys.readouterr().out
+    assert "old_flag" in output and ("no CUDA" in output) != torch.cuda.is_available()
+    assert not torch.backends.cudnn.deterministic
     assert (args.num_steps, args.seed, threads, folder) == (50, 5, 3, tmp_path)  # saved, given
 
 
@@ -142,12 +143,12 @@ def test_the_model_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
 
 
 class Endless(gym.Env):
-    observation_space = action_space = gym.spaces.Box(-1, 1, (2,))
+    action_space, observation_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Box(-1, 1, (2, 1))
 
     def reset(self, *, seed=None, options=None):
         SEEDS.add(seed)
         super().reset(seed=seed)
-        return np.float32(self.np_random.random(2)), {}
+        return np.float32(self.np_random.random((2, 1))), {}
 
     def step(self, action):
         reward = random.random() + self.action_space.sample()[0]
@@ -167,8 +168,7 @@ def test_an_environment_without_ends_and_with_generators_of_its_own(tmp_path, mo
     runs = [train(ppo, tmp_path / str(i), **SMALL | {"env_id": "Endless-v1"}) for i in range(2)]
     output = capsys.readouterr().out
     assert output.count("no episode ended") == 2 and "0 episodes" in output  # once in each run
-    assert output.count("cut off after 50 steps") == 2
-    assert "evaluation: 0.00" not in output
+    assert output.count("cut off after 50 steps") == 2 and "evaluation: 0.00" not in output
     assert_same(*[load(path / "model.pt") for path in runs])
     assert len(SEEDS) == 2 * 3 + 1  # of two environments at three checkpoints, of the evaluation
     flags = SMALL | dict(env_id="Endless-v1", seed=2, save_model=False)
@@ -180,10 +180,10 @@ def test_an_environment_without_ends_and_with_generators_of_its_own(tmp_path, mo
 
 
 def test_each_run_has_a_folder_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["x.py", *FLAGS])
+    monkeypatch.setattr(sys, "argv", ["x.py", *FLAGS, "--exp-name", "a/b"])
     folders = set()
     monkeypatch.setattr(ppo, "train", lambda args, folder, checkpoint: folders.add(folder))
-    assert [ppo.main() for _ in range(3)] and len(folders) == 3
+    assert [ppo.main() for _ in range(3)] and [str(x.parent) for x in folders] == ["runs"] * 3
     sys.argv += ["--run-folder", str(tmp_path)]  # which is there, and empty
     assert ppo.main() is None and tmp_path in folders
     with pytest.raises(SystemExit, match="--eval-episodes"):
@@ -235,44 +235,47 @@ def test_a_seed_of_any_size(monkeypatch):
 
 
 def test_wandb_resumes_the_same_run_or_begins_another(tmp_path, monkeypatch):
-    calls = []
+    calls, path = [], tmp_path / ("x" * 80) / "run"
 
     def init(id=None, **kwargs):
         if id and len(calls) == 3:
             raise OSError("run was previously created and deleted")
-        calls.append(kwargs | {"id": id})
+        calls.append(kwargs | {"id": id, "logs": any(path.glob("events*"))})
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Error=OSError))
     monkeypatch.setitem(sys.modules, "fcntl", None)  # no locks, as on Windows
-    path, flags = tmp_path / "run", SMALL | dict(track=True, wandb_entity="lab")
-    train(ppo, path, **flags)
-    train(ppo, tmp_path / "other", **flags)
+    monkeypatch.chdir(tmp_path)
+    flags = SMALL | dict(track=True, wandb_entity="lab", wandb_project_name="mine")
+    train(ppo, path.relative_to(tmp_path), **flags)
+    train(ppo, path.with_name("other"), **flags)
     for _ in range(2):
         ppo.train(ppo.Args(**flags), path, ppo.load_checkpoint(path))
     first, other, again, new = calls
     assert first["id"] == again["id"] != other["id"] and first["resume"] == "allow"
     assert new["id"] is None and first["config"]["num_steps"] == 50 and first["sync_tensorboard"]
-    assert first["entity"] == "lab" and first["allow_val_change"]  # of flags given at a resume
+    assert re.fullmatch(r"[\w-]{1,100}", first["id"]) and not first["logs"]  # which it will see
+    assert (first["entity"], first["project"], first["allow_val_change"]) == ("lab", "mine", True)
 
 
-def test_upload(tmp_path, monkeypatch, capsys):
-    calls, named = {}, lambda name, exist_ok: types.SimpleNamespace(repo_id=name)
-    api = types.SimpleNamespace(create_repo=named, upload_folder=calls.update)
+@pytest.mark.parametrize("entity, owner", [(None, ""), ("lab", "lab/")])
+def test_upload(tmp_path, monkeypatch, capsys, entity, owner):
+    calls, listed = {}, lambda folder_path, **x: calls.update(x, files={*os.listdir(folder_path)})
+    api = types.SimpleNamespace(upload_folder=listed)
+    api.create_repo = lambda x, exist_ok: types.SimpleNamespace(repo_id=exist_ok and f"user/{x}")
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=lambda: api))
-    flags = SMALL | dict(total_timesteps=500, upload_model=True, hf_entity="lab", save_model=False)
-    train(ppo, tmp_path / "run", **flags)
+    flags = SMALL | dict(total_timesteps=500, upload_model=True, save_model=False)
+    train(ppo, tmp_path / "run", **flags, hf_entity=entity, exp_name="x/y")
     output = capsys.readouterr()
     assert " 500/500 " in output.err and "no episode ended" not in output.out  # in 100 steps
-    assert calls["repo_id"] == "lab/Pendulum-v1-ppo_continuous-1"
-    files = {*os.listdir(calls["folder_path"])}
-    files -= shutil.ignore_patterns(calls["ignore_patterns"])("", files)
+    assert calls["repo_id"] == f"user/{owner}Pendulum-v1-x-y-1"
+    files = calls["files"] - shutil.ignore_patterns(calls["ignore_patterns"])("", calls["files"])
     assert {"model.pt", "result.json"} < files and len(files) == 3  # no checkpoints
 
 
+@pytest.mark.filterwarnings("error:.*Overwriting")  # one environment is recorded
 def test_video(tmp_path):
-    flags = SMALL | dict(total_timesteps=600, capture_video=True, async_envs=False)
     try:
-        train(ppo, tmp_path / "run", **flags)
+        train(ppo, tmp_path / "run", **SMALL | dict(total_timesteps=600, capture_video=True))
     except (gym.error.DependencyNotInstalled, ImportError) as error:
         pytest.skip(f"no renderer here: {error}")
     videos = sorted(path.parent.name for path in (tmp_path / "run" / "videos").rglob("*.mp4"))

@@ -45,6 +45,7 @@ def test_train_resume_evaluate(whole, tmp_path, capsys):
     middle, _ = sorted(folder.glob("checkpoint_*.pt"))
     first = torch.load(middle, weights_only=True)
     assert 0 < first["global_step"] < result["global_step"]  # one in the middle of the run
+    assert not {"optimizer", "return_stats", "replay"} & load(folder / "model.pt").keys()
 
     (killed := tmp_path / "killed").mkdir()  # a killed run: only the middle checkpoint is left
     (killed / middle.name).write_bytes(middle.read_bytes())
