@@ -276,7 +276,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
 
 
 def ppo_loss(agent: Agent, minibatch: tuple, args: Args) -> tuple[Tensor, dict]:
-    """The loss (), minus [PPO] Eq. (9), and a dict of metrics ()."""
+    """The loss (), the negative of [PPO] Eq. (9), and a dict of metrics ()."""
     obs, actions, old_logprobs, old_values, advantages, returns = minibatch
     policy, values = agent.policy(obs), agent.value(obs)
     if args.norm_adv:
