@@ -40,6 +40,11 @@ def thin(points: pd.DataFrame, bins: int = 1000) -> pd.DataFrame:
     return means.assign(step=means.step.round().astype(int))
 
 
+def held(points: pd.DataFrame, steps: np.ndarray) -> np.ndarray:
+    """The values of the last points at or before the steps."""
+    return points.value.to_numpy()[np.searchsorted(points.step, steps, "right") - 1]
+
+
 def origin(folder: Path, commit: str | None) -> dict[str, str]:
     """Commit, versions and machine of a run. Raises ValueError if nothing says its commit."""
     path = folder / "provenance.json"
@@ -71,8 +76,9 @@ def collect(folder: Path, results: Path, commit: str | None = None, name: str = 
     last_fifth, evaluation = won[won.step > 0.8 * result["global_step"]].value, ""
     if "battle_won" in result:
         evaluation = np.mean(result["battle_won"])
-    elif len(won):  # of a peer: its last test is the evaluation
-        last_fifth, evaluation = last_fifth[:-1], last_fifth.iloc[-1]
+    elif len(won):  # a peer's test, every twentieth of a run, is logged until the next
+        last_fifth = held(won, result["global_step"] * np.array([0.85, 0.9, 0.95, 1]))
+        evaluation = last_fifth[-1]
     file, _, patch = script.partition("+")
     program = [f"{file}.py"] if source(script) else ["benchmark/peers.py", script]
     command = shlex.join(["python", *program, "--env-id", env_id, "--seed", str(seed)])

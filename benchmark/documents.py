@@ -120,7 +120,8 @@ def measured(page: Path, query: str) -> float:
             rows = [row for row in rows if (float(row[key]) <= float(value)) == (sign == "<=")]
     if not rows:
         raise ValueError("no row of the results")
-    return STATISTICS[what]([float(row[column]) for row in rows])
+    counts = [int(row["count"]) if column == "value" else 1 for row in rows]  # points in a bin
+    return STATISTICS[what]([float(x[column]) for x, n in zip(rows, counts) for _ in range(n)])
 
 
 def with_lines(text: str) -> str:

@@ -125,7 +125,7 @@ def bootstrap(values: np.ndarray, statistic=center) -> tuple[np.ndarray, np.ndar
 
     From values (seeds, ...) to two arrays (...).
     """
-    options = {"n_resamples": 2000, "method": "percentile", "vectorized": True}
+    options = {"n_resamples": 20_000, "method": "percentile", "vectorized": True}
     options["rng"] = np.random.default_rng(0)
     return scipy.stats.bootstrap((values,), statistic, axis=0, **options).confidence_interval
 

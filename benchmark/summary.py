@@ -248,8 +248,8 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
 
     A rate is the mean of three tests in a row, for a peer, whose tests are rare, one test. Its
     seconds are by the log's steps per second since the start; a peer has none, and its seconds are
-    that part of the run's wall time which its steps are of all steps. Medians over seeds (of each
-    seed's own seconds, where other programs did not run beside it); `-` where most never do.
+    that part of the run's wall time which its steps are of all steps. Medians over seeds; those
+    that other programs ran beside go by the other seeds' clocks. `-` where most never do.
     """
     table, rates = [], (0.5, 0.8, 0.9)
     runs = runs[(runs.tests_battle_won_rate != "") & (runs.total_steps.astype(int) >= 480_000)]
@@ -290,11 +290,13 @@ def win_rates(runs: pd.DataFrame, results: Path) -> pd.DataFrame:
 def took(clocks: list, steps: list) -> str:
     """The median seconds that the seeds' `steps` (NaN: never) took by their clocks, if any.
 
-    A clock is steps and seconds, or None.
+    A clock is steps and seconds, or None: such a seed goes by the others' clocks (their median).
     """
-    timed = [(x, clock) for x, clock in zip(steps, clocks) if clock]
-    seconds = [np.inf if pd.isna(x) else np.interp(x, *clock) for x, clock in timed]
-    return f", {np.median(seconds):,.0f} s" if seconds and np.median(seconds) < np.inf else ""
+    timed, seconds = [clock for clock in clocks if clock], []
+    for x, clock in zip(steps, clocks) if timed else ():
+        times = [np.interp(x, *other) for other in ([clock] if clock else timed)]
+        seconds.append(np.inf if pd.isna(x) else np.median(times))
+    return f", {np.median(seconds):,.0f} s" if timed and np.median(seconds) < np.inf else ""
 
 
 def words_of(script: str, variant: str) -> str:
