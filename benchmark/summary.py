@@ -129,7 +129,8 @@ def algorithms(measured: pd.DataFrame) -> pd.DataFrame:
         steps = int(arguments(script)["--total-timesteps"][0])
         seconds = steps / rows.steps_per_second.astype(float).median()
         took = f"{seconds / 3600:.1f} h" if seconds > 3600 else f"{seconds / 60:.0f} min"
-        took += f" ({setting})" if setting else ""
+        if setting:  # a number of workers
+            took += f" ({setting}; default {arguments(script)['--num-workers'][0]})"
         peak = rows.peak_mb.astype(float).median() + REPLAY_MB.get(script, 0)
         memory = f"{peak / 1000:.1f} GB" + " per process" * ("worker" in setting)
         table.append(
