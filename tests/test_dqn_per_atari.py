@@ -109,8 +109,7 @@ def make_replay(num_envs=3, rows=40, shape=(4, 84, 84), dtype=np.uint8, **flags)
 
 def test_without_priorities_draws_are_uniform_and_independent():
     torch.manual_seed(0)
-    priorities = dqn.Priorities(dqn.Args(prioritized=False), 77)
-    valid = np.arange(0, 77, 2)
+    priorities, valid = dqn.Priorities(dqn.Args(prioritized=False), 77), np.arange(0, 77, 2)
     priorities.add(np.arange(77), np.arange(77) % 2 == 0)
     priorities.update(valid, np.random.default_rng(0).normal(size=39))
     drawn = np.array([priorities.draw(40, 0.5)[0] for _ in range(1500)])

@@ -28,7 +28,8 @@ PPO |= {"rnd": {}, "rpo": {}, "state_std": dict(ent_coef=0.01)}
 def test_applies(patch, tmp_path):
     script, options = f"{patch.parent.name}.py", dict(cwd=tmp_path, capture_output=True, text=True)
     shutil.copy(ROOT / script, tmp_path)
-    process = subprocess.run(["git", "apply", str(patch)], **options)
+    patches = [patch.with_stem("own_environment"), patch] if "qmix" in script else [patch]
+    process = subprocess.run(["git", "apply", *dict.fromkeys(patches)], **options)
     assert process.returncode == 0, process.stderr + "try: python tools/variants.py rebase"
     texts = [(folder / script).read_text() for folder in (ROOT, tmp_path)]
     (before, run), (after, changed_run) = (text.split("# ----- The run") for text in texts)

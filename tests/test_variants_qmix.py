@@ -15,7 +15,7 @@ AGENTS = [0, 1, 2]
 @pytest.mark.parametrize("name", ["own_environment", "weighted", "qplex", "mappo"])
 def test_run_resume_evaluate(patched, monkeypatch, tmp_path, name):
     module = patched("qmix_smac", name)
-    flags = {flag: value for flag, value in SMALL.items() if hasattr(module.Args, flag)}
+    flags = {k: x for k, x in SMALL.items() if hasattr(module.Args, k)} | {"env_id": "two-step"}
     if name != "own_environment":
         monkeypatch.setattr(module, "make_envs", make_games)
     whole = assert_resumes(module, tmp_path, **flags)
@@ -26,7 +26,7 @@ def test_run_resume_evaluate(patched, monkeypatch, tmp_path, name):
 @pytest.mark.parametrize("mixer, best", [("qmix", 8), ("vdn", 7)])
 def test_own_environment_learns_the_two_step_game(patched, tmp_path, mixer, best):
     """[QMIX] Sec. 5: QMIX finds the best return, VDN does not. In 20 seconds on a core."""
-    flags = dict(epsilon_finish=1, learning_rate=2e-3, num_envs=8, td_lambda=0.0)
+    flags = dict(env_id="two-step", epsilon_finish=1, learning_rate=2e-3, num_envs=8, td_lambda=0)
     flags |= dict(mixer=mixer, total_timesteps=6000, target_update_interval=50, test_interval=6000)
     folder = train(patched("qmix_smac", "own_environment"), tmp_path / "run", **flags)
     assert set(json.loads((folder / "result.json").read_text())["episodic_return"]) == {best}
@@ -120,8 +120,7 @@ def test_mappo_loss_by_loops(patched, monkeypatch):
     args, mappo_loss = module.Args(update_epochs=1, gamma=0.9), module.mappo_loss
     networks = make_networks(args, module=module)[0]
     networks.critic.observe(torch.tensor([3.0, 5.0]))  # mean 4, deviation 1
-    logprobs = torch.rand(20, 3).double().log() / 4 - 1
-    episodes = make_episodes([6, 5, 4])
+    logprobs, episodes = torch.rand(20, 3).double().log() / 4 - 1, make_episodes([6, 5, 4])
     episodes = [module.Episode(*x[:5], logprobs[-len(x.rewards) :], *x[5:]) for x in episodes]
     batch = module.Episode(*map(torch.nn.utils.rnn.pad_sequence, zip(*episodes)))
     for e in episodes:
