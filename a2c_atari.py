@@ -336,8 +336,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     run = Run(args, folder, checkpoint, parts, last_step)
     if checkpoint:
         for group, lr in zip(optimizer.param_groups, learning_rates):
-            scaled = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
-            group["lr"] = lr if checkpoint["args"].get("anneal_lr") else scaled
+            kept = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
+            group["lr"] = lr if checkpoint["args"].get("anneal_lr") and start < last_step else kept
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:

@@ -34,7 +34,7 @@ Differences from some implementations (reasons: docs/ppo_continuous.md):
   * The return that scales rewards is reset at every episode end.
   * Checkpoints reset the environments and reseed all generators: resuming is bit-exact.
 
-  python ppo_continuous.py --env-id HalfCheetah-v4  # writes runs/HalfCheetah-v4__...
+  python ppo_continuous.py --env-id HalfCheetah-v4  # writes runs/...
   python ppo_continuous.py --resume runs/...  # resumes a run
   python ppo_continuous.py --evaluate runs/...  # evaluates a policy
 """
@@ -323,7 +323,8 @@ def act(agent: Agent, obs: np.ndarray, device: torch.device) -> np.ndarray:
 def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     """Train from scratch or a checkpoint."""
     batch_size = args.num_envs * args.num_steps
-    if not 0 < batch_size <= args.checkpoint_interval or batch_size % args.num_minibatches:
+    size = batch_size / args.num_minibatches
+    if size < 2 or size % 1 or batch_size > args.checkpoint_interval:
         sys.exit(f"error: {batch_size=} does not fit --num-minibatches or --checkpoint-interval")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seed_everything(args.seed, 0)
@@ -340,8 +341,8 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     run = Run(args, folder, checkpoint, parts, last_step)
     if checkpoint:
         for group, lr in zip(optimizer.param_groups, learning_rates):
-            scaled = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
-            group["lr"] = lr if checkpoint["args"].get("anneal_lr") else scaled
+            kept = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
+            group["lr"] = lr if checkpoint["args"].get("anneal_lr") and start < last_step else kept
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < batch_size:

@@ -520,13 +520,13 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     parts["optimizer"] = optimizer
     global_step = start = checkpoint["global_step"] if checkpoint else 0
     last_step = math.ceil(args.total_timesteps / N) * N
+    if checkpoint and checkpoint["args"]["optimizer"] != args.optimizer:
+        sys.exit("error: --optimizer cannot change on resuming")
     run = Run(args, folder, checkpoint, parts, last_step)
     if checkpoint:
-        if checkpoint["args"]["optimizer"] != args.optimizer:
-            sys.exit("error: --optimizer cannot change on resuming")
         for group, lr in zip(optimizer.param_groups, learning_rates):
-            scaled = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
-            group["lr"] = lr if checkpoint["args"].get("anneal_lr") else scaled
+            kept = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
+            group["lr"] = lr if checkpoint["args"].get("anneal_lr") and start < last_step else kept
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:

@@ -73,8 +73,7 @@ def test_ppo_loss_and_gradient(variant):
         inputs = {name: torch.tensor(x) for name, x in case["inputs"].items()}
         flags = {name: x.item() for name, x in inputs.items() if x.dim() == 0}
         trained = [inputs[name].requires_grad_() for name in ("logprobs", "entropy", "values")]
-        given = [x for x in inputs.values() if x.dim()][3:]
-        policy = MagicMock()
+        given, policy = [x for x in inputs.values() if x.dim()][3:], MagicMock()
         policy.log_prob.return_value, policy.entropy.return_value, values = trained
         minibatch = [torch.ones(1), None, torch.ones_like(values), *given]
         args = SimpleNamespace(bf16=False, **flags)
