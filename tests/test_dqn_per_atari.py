@@ -235,8 +235,7 @@ class Ledger:
         n, gamma, N = self.replay.n_step, self.replay.gamma, len(self.streams)
         length, last = self.replay.num_rows // N, len(self.streams[0]) - 1
         rows, batch = self.replay.sample(batch_size, 0.5)
-        batch = [x.numpy() for x in batch]
-        leaves = self.replay.priorities.leaves[rows]
+        batch, leaves = [x.numpy() for x in batch], self.replay.priorities.leaves[rows]
         np.testing.assert_allclose(batch[5], (leaves / leaves.min()) ** -0.5, rtol=1e-5)
         for row, obs, action, returns, discount, next_obs, _ in zip(rows.tolist(), *batch):
             self.drawn.add((row, self.replay.count))

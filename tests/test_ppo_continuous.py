@@ -434,10 +434,11 @@ def test_a_trained_module_outside_the_checkpoint_is_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("flag", [("num_steps", 99_999), ("num_minibatches", 3), ("num_envs", 0)])
-def test_settings_that_would_go_wrong_silently_are_refused(tmp_path, flag):
+@pytest.mark.parametrize("num_steps, num_minibatches", [(99_999, 2), (64, 3), (64, 128), (0, 2)])
+def test_batches_that_do_not_fit_are_refused(tmp_path, num_steps, num_minibatches):
+    flags = SMALL | dict(num_steps=num_steps, num_minibatches=num_minibatches)
     with pytest.raises(SystemExit, match="error: "):
-        train(ppo, tmp_path / "run", **SMALL | dict([flag]))
+        train(ppo, tmp_path / "run", **flags)
     assert not (tmp_path / "run").exists()
 
 
