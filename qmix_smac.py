@@ -523,10 +523,10 @@ def train(args: Args, folder: Path, checkpoint: dict | None) -> None:
     if checkpoint and checkpoint["args"]["optimizer"] != args.optimizer:
         sys.exit("error: --optimizer cannot change on resuming")
     run = Run(args, folder, checkpoint, parts, last_step)
-    if checkpoint:
+    if checkpoint and not args.anneal_lr:
         for group, lr in zip(optimizer.param_groups, learning_rates):
             kept = args.learning_rate / checkpoint["args"]["learning_rate"] * group["lr"]
-            group["lr"] = lr if checkpoint["args"].get("anneal_lr") and start < last_step else kept
+            group["lr"] = lr if checkpoint["args"].get("anneal_lr") else kept
 
     while global_step < last_step:
         if global_step == start or global_step % args.checkpoint_interval < N:
